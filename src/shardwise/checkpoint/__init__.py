@@ -1,0 +1,9 @@
+"""What survives: checkpoints that are whole or not there, checks, retention, resume on other ranks, export.
+
+Knows the world of ranks and the data cursor; nothing of the loop.
+"""
+
+from shardwise.checkpoint.state import Progress, load_into, load_model, save_from
+from shardwise.checkpoint.store import CheckpointStore, Found
+
+__all__ = ["CheckpointStore", "Found", "Progress", "load_into", "load_model", "save_from"]

@@ -1,0 +1,78 @@
+"""The manifest of a checkpoint: every file with its size and checksum. Without a matching one, nothing is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    size: int
+    sha256: str
+
+
+def entry_of(file: Path) -> FileEntry:
+    with file.open("rb") as stream:
+        return FileEntry(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+
+
+def write_manifest(folder: Path, files: dict[str, FileEntry], progress: dict[str, Any]) -> None:
+    """Last of all files: it names every other one. Flushed, with the folder, before this returns."""
+    content = {
+        "version": VERSION,
+        "progress": progress,
+        "files": {name: asdict(entry) for name, entry in sorted(files.items())},
+    }
+    file = folder / NAME
+    file.write_text(json.dumps(content, indent=1))
+    flush(file)
+    flush(folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The content of a manifest; ValueError says what is wrong with it."""
+    try:
+        content = json.loads((folder / NAME).read_text())
+    except FileNotFoundError:
+        raise ValueError("there is no manifest, so it was never finished") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the manifest cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"the manifest is not of version {VERSION}")
+    return content
+
+
+def problems_of(folder: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint: missing, cut, changed or surplus files. Empty means whole."""
+    try:
+        files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
+    except (ValueError, KeyError) as error:
+        return [str(error)]
+    problems = []
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size != entry["size"]:
+            problems.append(f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
+        elif entry_of(file).sha256 != entry["sha256"]:
+            problems.append(f"{name} has changed: its checksum does not match")
+    surplus = {file.name for file in folder.iterdir()} - set(files) - {NAME}
+    return problems + [f"{name} does not belong to it" for name in sorted(surplus)]
+
+
+def flush(path: Path) -> None:
+    """Make sure that a file's bytes, or a folder's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

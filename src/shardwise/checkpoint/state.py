@@ -1,0 +1,149 @@
+"""What is in a checkpoint, and how it gets out of and back into a model that may be spread otherwise."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from shardwise.checkpoint.manifest import FileEntry, entry_of, read_manifest
+from shardwise.checkpoint.store import CheckpointStore
+from shardwise.data import Cursor
+from shardwise.errors import CheckpointError
+from shardwise.parallel import World
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Everything but the tensors. Random states are not here: they follow from the seed and the step."""
+
+    step: int
+    cursor: Cursor
+    skipped_steps: int
+    metric: float | None
+    best_metric: float | None
+    scaler: dict[str, Any]
+    global_batch: int
+    samples: int
+    seed: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Progress:
+        try:
+            fields = dict(read_manifest(folder)["progress"])
+            return cls(**{**fields, "cursor": Cursor(**fields["cursor"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"checkpoint {folder} was not written by this version of shardwise: {error}") from None
+
+
+def save_from(
+    model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, store: CheckpointStore, world: World
+) -> Path:
+    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
+    _together(world, lambda: store.begin(progress.step) if world.is_first else None, "prepare the checkpoint folder")
+    aside = store.aside(progress.step)
+    weights, moments = get_state_dict(model, optimizer)
+    try:
+        with _quiet():
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise CheckpointError(f"the checkpoint of step {progress.step} could not be written to {aside}: {error}") from error
+    own = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
+    if world.is_first:
+        own[".metadata"] = entry_of(aside / ".metadata")
+    files: dict[str, FileEntry] = {}
+    for part in world.gather(own):
+        files.update(part)
+    final = _together(
+        world,
+        lambda: store.commit(progress.step, files, json.loads(json.dumps(asdict(progress)))) if world.is_first else None,
+        "commit the checkpoint",
+    )
+    return store.folder / f"step-{progress.step:08d}" if final is None else final
+
+
+def load_into(
+    model: nn.Module, optimizer: torch.optim.Optimizer, which: str, store: CheckpointStore, world: World
+) -> tuple[Path, Progress] | None:
+    """Load `auto`, `latest` or a path. Rank 0 looks and checks; all load what it chose."""
+    path = _choose(which, store, world)
+    if path is None:
+        return None
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    try:
+        with _quiet():
+            dcp.load(state, checkpoint_id=path, no_dist=not world.connected)
+    except (dcp.api.CheckpointException, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
+            "config? `--fresh` starts anew and keeps the old run beside"
+        ) from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, values in zip(optimizer.param_groups, settings, strict=True):
+        group.update(values)
+    return path, Progress.read(path)
+
+
+def load_model(model: nn.Module, path: Path) -> None:
+    """Load the weights alone into a whole model in this process, whatever strategy wrote them."""
+    state = {"model": model.state_dict()}
+    with _quiet():
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    model.load_state_dict(state["model"])
+
+
+def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
+    def look() -> Path | None:
+        if not world.is_first:
+            return None
+        if which not in ("auto", "latest"):
+            return store.named(Path(which))
+        path, complaints = store.newest_whole()
+        for complaint in complaints:
+            print(f"warning: {complaint}", flush=True)
+        if path is None and which == "latest":
+            raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
+        return path
+
+    return _together(world, look, "look for a checkpoint")
+
+
+def _together(world: World, action: Any, purpose: str) -> Any:
+    """Run something on rank 0 and let every rank have its outcome, an error included: nobody is left waiting."""
+    outcome: tuple[Any, str | None] = (None, None)
+    try:
+        outcome = (action(), None)
+    except (OSError, CheckpointError) as error:
+        outcome = (None, str(error) if isinstance(error, CheckpointError) else f"cannot {purpose}: {error}")
+    value, problem = world.from_first(outcome)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return value
+
+
+def _first_cause(error: BaseException) -> str:
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        first = next(iter(error.failures.values()))[0]
+        return str(first).splitlines()[0]
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns about running without ranks (torch 2.13), which is what a single process means to do."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is .*unavailable.*")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield

@@ -1,0 +1,123 @@
+"""The folder of checkpoints: written aside, checked, flushed, and only then renamed into place."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.manifest import FileEntry, flush, problems_of, read_manifest, write_manifest
+from shardwise.errors import CheckpointError
+
+_STEP = re.compile(r"^step-(\d{8,})$")
+
+
+@dataclass(frozen=True)
+class Found:
+    path: Path
+    step: int
+    metric: float | None
+
+
+class CheckpointStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, step: int) -> Path:
+        """An empty folder aside, for one checkpoint. What an interrupted one left there is cleared away."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = self.aside(step)
+        if aside.exists():
+            shutil.rmtree(aside)
+        aside.mkdir()
+        return aside
+
+    def aside(self, step: int) -> Path:
+        return self.folder / f".writing-step-{step:08d}"
+
+    def commit(self, step: int, files: dict[str, FileEntry], progress: dict[str, object]) -> Path:
+        """Durable, then visible: the rename is what makes it exist."""
+        aside, final = self.aside(step), self.folder / f"step-{step:08d}"
+        for name in files:
+            flush(aside / name)
+        write_manifest(aside, files, progress)
+        replaced = self.folder / f".replaced-step-{step:08d}"
+        if final.exists():  # from before a resume at an earlier step
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            final.rename(replaced)
+        aside.rename(final)
+        flush(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return final
+
+    def list(self) -> list[Found]:
+        """The checkpoints in place, oldest first. Their contents are not checked here."""
+        if not self.folder.is_dir():
+            return []
+        found = []
+        for path in self.folder.iterdir():
+            match = _STEP.match(path.name)
+            if not match:
+                continue
+            try:
+                metric = read_manifest(path)["progress"]["metric"]
+            except (ValueError, KeyError, TypeError):
+                metric = None
+            found.append(Found(path, int(match.group(1)), metric))
+        return sorted(found, key=lambda item: item.step)
+
+    def newest_whole(self) -> tuple[Path | None, list[str]]:
+        """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
+
+        Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays.
+        """
+        complaints = []
+        for found in reversed(self.list()):
+            problems = problems_of(found.path)
+            if not problems:
+                return found.path, complaints
+            damaged = self._free_name(f"damaged-{found.path.name}")
+            found.path.rename(damaged)
+            complaints.append(f"checkpoint {found.path} is damaged and set aside as {damaged.name}: {'; '.join(problems)}")
+        return None, complaints
+
+    def named(self, path: Path) -> Path:
+        """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names."""
+        if not path.is_dir():
+            raise CheckpointError(f"there is no checkpoint {path}")
+        if not _STEP.match(path.name):
+            inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            whole, complaints = CheckpointStore(inner).newest_whole()
+            if whole is None:
+                raise CheckpointError("\n".join([*complaints, f"there is no whole checkpoint in {inner}"]))
+            return whole
+        problems = problems_of(path)
+        if problems:
+            raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
+        return path
+
+    def best(self, mode: str) -> Found | None:
+        scored = self._by_metric(mode)
+        return scored[0] if scored else None
+
+    def retire(self, *, keep_best: int, mode: str) -> None:
+        """Keep the last and the best few; the rest goes. A folder is renamed before it is deleted."""
+        every = self.list()
+        kept = {found.path for found in every[-1:]} | {found.path for found in self._by_metric(mode)[:keep_best]}
+        for found in every:
+            if found.path not in kept:
+                doomed = self.folder / f".deleting-{found.path.name}"
+                found.path.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def _by_metric(self, mode: str) -> list[Found]:
+        scored = [found for found in self.list() if found.metric is not None]
+        sign = 1 if mode == "min" else -1
+        return sorted(scored, key=lambda found: (sign * (found.metric or 0.0), found.step))
+
+    def _free_name(self, name: str) -> Path:
+        candidates = (self.folder / (name if not number else f"{name}-{number}") for number in range(10_000))
+        return next(path for path in candidates if not path.exists())

@@ -1,0 +1,20 @@
+"""What the user wrote: pydantic models, YAML, overrides, and errors that name the key and the nearest right one.
+
+Every other room may import from here. Nothing in here imports another room, or torch.
+"""
+
+from shardwise.config.batching import Batching, resolve_batching, resolve_learning_rate
+from shardwise.config.load import load_config, parse_config
+from shardwise.config.schema import Block, Config, DataBlock, Training
+
+__all__ = [
+    "Batching",
+    "Block",
+    "Config",
+    "DataBlock",
+    "Training",
+    "load_config",
+    "parse_config",
+    "resolve_batching",
+    "resolve_learning_rate",
+]

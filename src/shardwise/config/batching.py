@@ -1,0 +1,60 @@
+"""The arithmetic of batch sizes and of the learning rate that follows from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.config.schema import Training
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Batching:
+    world: int
+    batch_size: int
+    accumulation: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.world * self.batch_size * self.accumulation
+
+    def steps_per_epoch(self, samples: int) -> int:
+        """The last, short batch is a step too: nothing is dropped."""
+        return math.ceil(samples / self.global_batch)
+
+
+def resolve_batching(training: Training, world: int) -> Batching:
+    """Accumulation follows from total_batch_size, which must divide evenly."""
+    if training.total_batch_size is None:
+        return Batching(world, training.batch_size, training.gradient_accumulation or 1)
+    per_pass = training.batch_size * world
+    accumulation, rest = divmod(training.total_batch_size, per_pass)
+    if rest or not accumulation:
+        raise ConfigError(_what_would_divide(training.total_batch_size, training.batch_size, world))
+    return Batching(world, training.batch_size, accumulation)
+
+
+def resolve_learning_rate(training: Training, global_batch: int) -> float:
+    lr = training.optimizer.lr
+    if training.lr_scaling == "linear" and training.base_batch_size:
+        return lr * global_batch / training.base_batch_size
+    return lr
+
+
+def _what_would_divide(total: int, batch_size: int, world: int) -> str:
+    per_pass = batch_size * world
+    totals = sorted({max(1, total // per_pass) * per_pass, math.ceil(total / per_pass) * per_pass})
+    remedies = [f"training.total_batch_size: {' or '.join(map(str, totals))}"]
+    if total % world == 0:
+        per_rank = total // world
+        sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0][:4]
+        remedies.append(f"training.batch_size: {' or '.join(map(str, sizes))}")
+    else:
+        counts = [count for count in range(world, 0, -1) if total % (batch_size * count) == 0][:3]
+        if counts:
+            remedies.append(f"training.num_gpus: {' or '.join(map(str, counts))}")
+    return (
+        f"training.total_batch_size: {total} is not a multiple of batch_size × devices = {batch_size} × {world} = "
+        f"{per_pass}.\n  what would fit: {'; or '.join(remedies)}"
+    )

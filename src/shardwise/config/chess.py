@@ -1,0 +1,61 @@
+"""The blocks of `task: chess`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from shardwise.config.schema import Block, DataBlock
+
+
+class ChessData(DataBlock):
+    source: Literal["synthetic", "local", "hub"] = Field(
+        "synthetic",
+        description="synthetic: legal games made from the seed; local: JSONL files; hub: a Hugging Face data set.",
+    )
+    paths: list[str] = Field([], description="local: JSONL files, one object with the text of a game per line.")
+    valid_paths: list[str] = Field([], description="local: files to validate on; default: a share of `paths`.")
+    dataset: str | None = Field(None, description="hub: name of the data set, or a folder that `datasets` can read.")
+    split: str = Field("train", description="hub: which split to train on.")
+    valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
+    text_column: str = Field("text", min_length=1, description="local and hub: the key or column that holds the game.")
+    valid_fraction: float = Field(0.05, gt=0, lt=1, description="Share of games held out, chosen by the seed.")
+    num_games: int = Field(2000, ge=2, description="synthetic: how many games, validation included.")
+    max_plies: int = Field(40, ge=1, le=600, description="synthetic: half-moves per game at most.")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> ChessData:
+        if self.source == "local" and not self.paths:
+            raise ValueError("source: local needs paths, a list of JSONL files")
+        if self.source == "hub" and self.dataset is None:
+            raise ValueError("source: hub needs dataset, the name of a Hugging Face data set or a folder")
+        return self
+
+
+class ChessTokenizer(Block):
+    strategy: Literal["moves", "pretrained"] | None = Field(
+        None,
+        description="moves: one token per move; pretrained: the tokenizer that comes with the model. "
+        "Default: pretrained where the model has a name, else moves.",
+    )
+    name: str | None = Field(None, description="pretrained: hub name or folder, if not the model's.")
+    max_seq_len: int = Field(256, ge=2, description="Longer games are cut here; how many is logged.")
+
+
+class ChessModel(Block):
+    name: str | None = Field(None, description="A Hugging Face causal LM: hub name or folder. Default: from scratch.")
+    architecture: str = Field("llama", description="From scratch: a Hugging Face model type (llama, gpt2, qwen2, …).")
+    hidden_dim: int = Field(128, ge=1, description="From scratch: width.")
+    num_layers: int = Field(4, ge=1, description="From scratch: blocks.")
+    num_heads: int = Field(4, ge=1, description="From scratch: attention heads; must divide hidden_dim.")
+    intermediate_dim: int | None = Field(None, ge=1, description="From scratch: width of the MLP; default 4 × hidden_dim.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="From scratch, where the architecture has it.")
+    tie_embeddings: bool = Field(True, description="From scratch: input and output embedding share their weights.")
+    extra: dict[str, Any] = Field({}, description="From scratch: further fields of the Hugging Face config, as they are.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ChessModel:
+        if self.name is None and self.hidden_dim % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} must divide hidden_dim: {self.hidden_dim}")
+        return self

@@ -1,0 +1,119 @@
+"""Pydantic's errors, said for a person: file, line, key, the value given, what is allowed, the nearest right key."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from shardwise.config.yaml_lines import Document, KeyPath
+
+
+def explain(error: ValidationError, schema: type[BaseModel], document: Document, where: str) -> str:
+    seen: dict[str, int] = {}  # a union reports the same mistake once per member
+    for detail in error.errors():
+        path = _real_keys(detail["loc"], document.values)
+        seen[f"{_place(document, path, where)}: {_describe(detail, path, schema)}"] = document.line_of(path) or 0
+    return "\n".join(sorted(seen, key=lambda message: seen[message]))
+
+
+def _place(document: Document, path: KeyPath, where: str) -> str:
+    line = document.line_of(path)
+    if line == 0:
+        return "--set"
+    return f"{where}, line {line}" if line else where
+
+
+def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> str:
+    key, value, kind, ctx = _dotted(path), detail["input"], detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{key} is not a key that shardwise knows (value {_short(value)}).{_nearest(path, schema)}"
+    if kind == "missing":
+        return f"{key} is missing"
+    if kind == "value_error":
+        return f"{key + ': ' if key else ''}{ctx['error']}"
+    return f"{key}: {_short(value)} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
+
+
+def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:
+    bounds = {
+        "greater_than": "above {gt}",
+        "greater_than_equal": "{ge} or more",
+        "less_than": "below {lt}",
+        "less_than_equal": "{le} or less",
+    }
+    if kind in bounds:
+        return f"Allowed: {bounds[kind].format(**ctx)}"
+    if kind == "literal_error":
+        return f"Allowed: {ctx['expected'].replace(chr(39), '').replace(' or ', ', ')}"
+    types_ = {
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "string": "text",
+        "list": "a list",
+        "dict": "a block of keys",
+        "model": "a block of keys",
+    }
+    name = kind.partition("_")[0]
+    return f"Allowed: {types_[name]}" if name in types_ else message
+
+
+def _nearest(path: KeyPath, schema: type[BaseModel]) -> str:
+    """The key of the same block that looks most alike; else the same name in another block."""
+    *parents, last = [str(part) for part in path]
+    every_key = list(_keys(schema))
+    siblings = [key for key in every_key if key[:-1] == tuple(parents)]
+    close = difflib.get_close_matches(last, [key[-1] for key in siblings], n=1, cutoff=0.6)
+    if close:
+        return f" Nearest: {_dotted((*parents, close[0]))}"
+    elsewhere = [key for key in every_key if key[-1] == last]
+    if not elsewhere:
+        names = difflib.get_close_matches(last, [key[-1] for key in every_key], n=1, cutoff=0.75)
+        elsewhere = [key for key in every_key if names and key[-1] == names[0]]
+    if elsewhere:
+        return f" Nearest: {_dotted(elsewhere[0])}"
+    return f" Keys here: {', '.join(key[-1] for key in siblings) or 'none'}"
+
+
+def _keys(schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, info in schema.model_fields.items():
+        yield (*prefix, name)
+        for inner in _models_in(info.annotation):
+            yield from _keys(inner, (*prefix, name))
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [model for member in get_args(annotation) for model in _models_in(member)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
+
+
+def _real_keys(loc: tuple[int | str, ...], values: Any) -> KeyPath:
+    """Pydantic adds the names of union members to a path; keep what stands in the file."""
+    path: list[int | str] = []
+    for index, part in enumerate(loc):
+        if isinstance(values, dict) and (part in values or index == len(loc) - 1 and not _is_union_tag(part)):
+            path.append(part)
+            values = values.get(part)
+        elif isinstance(values, list) and isinstance(part, int):
+            path.append(part)
+            values = values[part]
+    return tuple(path)
+
+
+def _is_union_tag(part: int | str) -> bool:
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
+
+
+def _dotted(path: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

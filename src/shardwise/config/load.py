@@ -1,0 +1,125 @@
+"""From a file and its overrides to a checked Config."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, create_model
+
+from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
+from shardwise.config.explain import explain
+from shardwise.config.schema import Block, Config, DataBlock
+from shardwise.config.yaml_lines import Document, read_value, read_yaml
+from shardwise.errors import ConfigError
+
+BUILT_IN_TASKS = {"chess": "shardwise.tasks.chess:ChessTask"}
+_LATER_TASKS = ("cells", "segmentation", "images")
+
+
+class ChessConfig(Config):
+    data: ChessData = ChessData()
+    tokenizer: ChessTokenizer = ChessTokenizer()
+    model: ChessModel = ChessModel()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file, apply `a.b=c` overrides, and check every key."""
+    file = Path(path)
+    if not file.is_file():
+        near = sorted(str(other) for other in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
+        hint = f" In that folder: {', '.join(near[:5])}." if near else ""
+        raise ConfigError(f"there is no config file {file}.{hint}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file} is not a text file") from None
+    # A task of the user's own is usually a module beside the config.
+    for folder in (str(Path.cwd()), str(file.resolve().parent)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    return parse_config(text, overrides, where=str(file), name=file.stem)
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config", name: str = "run") -> Config:
+    document = read_yaml(text, where)
+    if not isinstance(document.values, dict):
+        raise ConfigError(f"{where}: a config is a mapping of keys to values, for example 'task: chess'")
+    for override in overrides:
+        _apply_override(document, override)
+    document.values.setdefault("name", name)
+    if "task" not in document.values:
+        raise ConfigError(f"{where}: the key 'task' is missing. What should be trained? For example: task: chess")
+    schema = config_class(document.values["task"], where)
+    try:
+        return schema.model_validate(document.values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, schema, document, where)) from None
+
+
+def config_class(task: Any, where: str = "config") -> type[Config]:
+    """The schema for a task. Only a task of the user's own is imported for it."""
+    if task == "chess":
+        return ChessConfig
+    if str(task) in _LATER_TASKS:
+        raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
+    blocks = task_blocks(load_task_class(task, where))
+    return create_model("Config", __base__=Config, **{key: (model, model()) for key, model in blocks.items()})  # type: ignore[call-overload]
+
+
+def load_task_class(task: Any, where: str = "config") -> Any:
+    """The class behind `task: chess` or `task: mypackage.tasks:MyTask`."""
+    path = BUILT_IN_TASKS.get(str(task), task)
+    module_name, _, class_name = str(path).partition(":")
+    if not class_name:
+        raise ConfigError(
+            f"{where}: task: {task!r} is neither a built-in task ({', '.join(BUILT_IN_TASKS)}) nor an import path. "
+            "Your own is written as module:Class, for example mypackage.tasks:MyTask"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not module_name.startswith(error.name):
+            raise  # the module is there, but something it imports is not: its own traceback says more
+        raise ConfigError(
+            f"{where}: task: {task}: there is no module {module_name!r}. It must be installed, or lie in this folder "
+            "or beside the config file"
+        ) from None
+    if not hasattr(module, class_name):
+        names = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
+        raise ConfigError(
+            f"{where}: task: {task}: {module_name} has no class {class_name!r}. It has: {', '.join(names) or 'none'}"
+        )
+    return getattr(module, class_name)
+
+
+def task_blocks(task_class: Any) -> dict[str, type[Block]]:
+    """The models of the blocks that a task of the user's own declares: Data, Tokenizer, Model."""
+    blocks = {
+        "data": getattr(task_class, "Data", DataBlock),
+        "tokenizer": getattr(task_class, "Tokenizer", Block),
+        "model": getattr(task_class, "Model", Block),
+    }
+    if not issubclass(blocks["data"], DataBlock):
+        raise ConfigError(f"{task_class.__name__}.Data must be a subclass of shardwise.DataBlock")
+    return blocks
+
+
+def _apply_override(document: Document, override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {override}: write key=value, for example --set training.batch_size=8")
+    *parents, last = key.strip().split(".")
+    place = document.values
+    for name in parents:
+        if place.get(name) is None:
+            place[name] = {}
+        place = place[name]
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {name!r} is a value, not a block: it has no keys below it")
+    place[last] = read_value(value)
+    # The line of the file no longer says where this value came from.
+    document.lines[(*parents, last)] = 0

@@ -1,0 +1,194 @@
+"""The keys of a config file, each with its help text, type, default and bounds.
+
+`task` decides which models describe the blocks `data`, `tokenizer` and `model`; everything under `training`
+is the same for every task.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+
+Strategy = Literal["single", "ddp", "fsdp"]
+Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
+
+# What the field writes, and the version of shardwise that this is cannot do yet: refused with a reason.
+_LATER = {
+    "dp": "strategy dp is not built yet; ddp computes the same, faster",
+    "zero1": "strategy zero1 is not built yet; fsdp shards the optimizer state too",
+    "fp8-mixed": "precision fp8-mixed is not built yet; use bf16-mixed",
+    "SHARD_GRAD_OP": "SHARD_GRAD_OP is not built yet; use FULL_SHARD",
+    "HYBRID_SHARD": "HYBRID_SHARD is not built yet; use FULL_SHARD",
+    "NO_SHARD": "NO_SHARD is ddp: leave the fsdp block out and set strategy: ddp",
+}
+
+
+def _refuse_later(value: Any) -> Any:
+    if isinstance(value, str) and value in _LATER:
+        raise ValueError(_LATER[value])
+    return value
+
+
+class Block(BaseModel):
+    """One block of the config: unknown keys are errors, values are not coerced, nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=())
+
+
+class DataBlock(Block):
+    """What every task's `data` block has: how samples are loaded, not what they are."""
+
+    num_workers: int = Field(0, ge=0, le=256, description="Loader processes per rank; 0 loads in the rank itself.")
+    prefetch_factor: int = Field(2, ge=1, le=64, description="Micro-batches that each worker keeps ready.")
+    pin_memory: bool | None = Field(None, description="Page-locked host memory for faster copies; default: on CUDA.")
+
+
+class Optimizer(Block):
+    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="Which optimizer.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate, before `lr_scaling`.")
+    weight_decay: float = Field(0.01, ge=0, description="Not applied to norms and biases.")
+    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="adam and adamw only.")
+    eps: float = Field(1e-8, gt=0, description="adam and adamw only.")
+    momentum: float = Field(0.0, ge=0, lt=1, description="sgd only.")
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> Optimizer:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), not {self.betas}")
+        return self
+
+
+class Scheduler(Block):
+    name: Literal["cosine_warmup", "linear_warmup", "constant"] = Field(
+        "cosine_warmup", description="Shape after the warmup: half a cosine, a straight line, or flat."
+    )
+    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warmup; the first is above zero.")
+    warmup_ratio: float | None = Field(None, ge=0, lt=1, description="Warmup as a share of all steps instead.")
+    total_steps: int | None = Field(None, ge=1, description="Where the decay ends; default: the end of the run.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="The rate at the end, as a share of the peak.")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Scheduler:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError("warmup_steps and warmup_ratio are two ways to say one thing: give one of them")
+        if self.total_steps is not None and (self.warmup_steps or 0) >= self.total_steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below total_steps {self.total_steps}")
+        return self
+
+
+class Ddp(Block):
+    bucket_cap_mb: float = Field(25.0, gt=0, description="Gradients are reduced in buckets of about this size.")
+    static_graph: bool = Field(False, description="The same parameters are used in every step; lets DDP do less.")
+
+
+class Fsdp(Block):
+    sharding_strategy: Annotated[Literal["FULL_SHARD"], BeforeValidator(_refuse_later)] = Field(
+        "FULL_SHARD", description="Parameters, gradients and optimizer state are sharded over all ranks."
+    )
+    cpu_offload: Literal[False] = Field(False, description="Only false for now.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute each block in the backward pass instead of keeping its activations."
+    )
+    min_num_params: int = Field(
+        0, ge=0, description="A block below this many parameters joins the unit around it instead of being its own."
+    )
+
+
+Logger = Literal["tensorboard", "wandb", "none"]
+
+
+class Training(Block):
+    strategy: Annotated[Strategy | None, BeforeValidator(_refuse_later)] = Field(
+        None, description="How the model is spread. Default: fsdp with an fsdp block, ddp on several devices, else single."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
+    num_gpus: int | None = Field(
+        None, ge=1, description="Devices in total, over all machines. Default: every local device; without a GPU, two CPU ranks."
+    )
+    num_nodes: int = Field(1, ge=1, description="Machines that `num_gpus` is spread over.")
+    precision: Annotated[Precision, BeforeValidator(_refuse_later)] = Field(
+        "32-true", description="Type of the arithmetic; -mixed keeps fp32 weights, bf16-true does not."
+    )
+    batch_size: int = Field(8, ge=1, description="Samples per device and micro-batch.")
+    gradient_accumulation: int | None = Field(None, ge=1, description="Micro-batches per step; default 1.")
+    total_batch_size: int | None = Field(
+        None, ge=1, description="Samples per step over all devices, instead of gradient_accumulation; must divide evenly."
+    )
+    lr_scaling: Literal["none", "linear"] = Field(
+        "none", description="linear multiplies the rate by the effective batch size over base_batch_size."
+    )
+    base_batch_size: int | None = Field(None, ge=1, description="The batch size that optimizer.lr was chosen for.")
+    gradient_clip: float | None = Field(None, gt=0, description="Largest global gradient norm; default: no clipping.")
+    max_epochs: int = Field(1, ge=1, description="Passes over the training data.")
+    max_steps: int | None = Field(None, ge=1, description="Stop after this many steps even if epochs are left.")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="A loss or gradient that is no number ends the run, or that step is left out."
+    )
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule.")
+    scheduler: Scheduler = Field(default_factory=Scheduler, description="The learning rate over the steps.")
+    ddp: Ddp = Field(default_factory=Ddp, description="Settings of strategy ddp.")
+    fsdp: Fsdp | None = Field(None, description="Settings of strategy fsdp; its presence selects it.")
+    eval_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
+    eval_at_start: bool = Field(True, description="Evaluate before the first step, to have something to compare with.")
+    log_every_n_steps: int = Field(10, ge=1, description="Steps between two lines of the log.")
+    logger: Logger | list[Logger] = Field("none", description="Trackers beside metrics.jsonl.")
+    wandb_project: str = Field("shardwise", min_length=1, description="W&B project name.")
+    checkpoint_dir: str | None = Field(None, description="Default: checkpoints/ in the run folder.")
+    checkpoint_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
+    save_top_k: int = Field(1, ge=0, description="Best checkpoints to keep, besides the last.")
+    monitor: str = Field("loss", min_length=1, description="The evaluation metric that decides what is best.")
+    monitor_mode: Literal["min", "max"] = Field("min", description="Whether less or more of it is better.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Training:
+        if self.gradient_accumulation is not None and self.total_batch_size is not None:
+            raise ValueError(
+                "gradient_accumulation and total_batch_size are two ways to say one thing: give one of them"
+            )
+        if self.lr_scaling == "linear" and self.base_batch_size is None:
+            raise ValueError("lr_scaling: linear needs base_batch_size, the batch size that optimizer.lr was chosen for")
+        if self.strategy in ("single", "ddp") and self.fsdp is not None:
+            raise ValueError(f"strategy: {self.strategy} contradicts the fsdp block: leave one of them out")
+        if self.strategy == "single" and (self.num_gpus or 1) > 1:
+            raise ValueError(f"strategy: single runs on one device, but num_gpus is {self.num_gpus}")
+        if self.num_gpus is not None and self.num_gpus % self.num_nodes:
+            raise ValueError(
+                f"num_gpus is the total over all machines: {self.num_gpus} cannot be spread evenly over "
+                f"num_nodes: {self.num_nodes}"
+            )
+        return self
+
+    @property
+    def loggers(self) -> list[Logger]:
+        names = self.logger if isinstance(self.logger, list) else [self.logger]
+        return [name for name in names if name != "none"]
+
+
+class Config(Block):
+    """A whole config file. `task` chooses the models of the blocks `data`, `tokenizer` and `model`."""
+
+    task: str = Field(description="chess, or the import path of your own: mypackage.tasks:MyTask.")
+    name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
+    run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from it.")
+    data: SerializeAsAny[DataBlock] = Field(default_factory=DataBlock, description="What is trained on.")
+    tokenizer: SerializeAsAny[Block] = Field(default_factory=Block, description="How samples become numbers.")
+    model: SerializeAsAny[Block] = Field(default_factory=Block, description="What is trained.")
+    training: Training = Field(default_factory=Training, description="How it is trained; the same for every task.")
+
+    @property
+    def run_folder(self) -> str:
+        return self.run_dir or f"runs/{self.name}"
+
+    @property
+    def checkpoint_folder(self) -> str:
+        return self.training.checkpoint_dir or f"{self.run_folder}/checkpoints"
+
+    def strategy_on(self, world: int) -> Strategy:
+        """The strategy for this many ranks: the one asked for, or the plainest that does it."""
+        if self.training.strategy is not None:
+            return self.training.strategy
+        if self.training.fsdp is not None:
+            return "fsdp"
+        return "single" if world == 1 else "ddp"

@@ -1,0 +1,9 @@
+"""Which sample goes where: the global order, its spreading over ranks and micro-batches, the cursor, the loader.
+
+Knows nothing of models, strategies or tasks.
+"""
+
+from shardwise.data.loader import MicroBatch, Reader, StepBatch, StepLoader
+from shardwise.data.order import Cursor, GlobalOrder, shares
+
+__all__ = ["Cursor", "GlobalOrder", "MicroBatch", "Reader", "StepBatch", "StepLoader", "shares"]

@@ -1,0 +1,67 @@
+"""One global order per epoch, from the seed alone.
+
+The number of ranks, workers or micro-batches changes who computes a sample, never which samples make up a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.config import Batching
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where the run is: resumes on any number of ranks, because it counts samples and not batches of a rank."""
+
+    epoch: int = 0
+    consumed: int = 0
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of one optimizer step, over all ranks; `after` is the cursor once they have been used."""
+
+    indices: Indices
+    epoch: int
+    after: Cursor
+
+
+class GlobalOrder:
+    def __init__(self, samples: int, seed: int, *, shuffle: bool = True) -> None:
+        self.samples = samples
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def permutation(self, epoch: int) -> Indices:
+        if not self.shuffle:
+            return np.arange(self.samples)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+
+    def batches(self, start: Cursor, global_batch: int, epochs: int) -> Iterator[GlobalBatch]:
+        """Every global batch from the cursor to the end of the last epoch. The last of an epoch may be short."""
+        for epoch in range(start.epoch, epochs):
+            order = self.permutation(epoch)
+            first = start.consumed if epoch == start.epoch else 0
+            for begin in range(first, self.samples, global_batch):
+                end = min(begin + global_batch, self.samples)
+                after = Cursor(epoch, end) if end < self.samples else Cursor(epoch + 1, 0)
+                yield GlobalBatch(order[begin:end], epoch, after)
+
+
+def shares(indices: Indices, batching: Batching, rank: int) -> list[Indices]:
+    """This rank's micro-batches of a global batch.
+
+    A short batch is spread as evenly as it goes, over as few micro-batches as hold it. Every rank gets the same
+    number of micro-batches, so that all take part in the same collectives; some may be empty.
+    """
+    rounds = max(1, math.ceil(len(indices) / (batching.world * batching.batch_size)))
+    parts = np.array_split(indices, rounds * batching.world)
+    return [parts[round_ * batching.world + rank] for round_ in range(rounds)]

@@ -1,0 +1,35 @@
+"""The gradient's true global norm, whether parameters are whole or sharded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """The 2-norm over all gradients of all ranks, as a plain tensor; the same on every rank.
+
+    Norms are taken per device mesh and combined: torch 2.13 refuses to mix meshes in one call.
+    """
+    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
+    norms = []
+    for group in by_mesh.values():
+        norm = torch.nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+
+
+def clip(grads: list[Tensor], norm: float, limit: float) -> None:
+    """Scale the gradients so that their global norm is at most `limit`."""
+    if norm > limit:
+        torch._foreach_mul_(grads, limit / (norm + 1e-6))

@@ -1,0 +1,36 @@
+"""The update rule, with weight decay where it belongs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.schema import Optimizer
+
+
+def build_optimizer(model: nn.Module, options: Optimizer, lr: float) -> torch.optim.Optimizer:
+    """Built after the model has been spread: the optimizer must hold the sharded parameters."""
+    groups = parameter_groups(model, options.weight_decay)
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=options.momentum)
+    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    settings: dict[str, Any] = {"betas": (options.betas[0], options.betas[1]), "eps": options.eps}
+    return kind(groups, lr=lr, fused=True if on_cuda else None, **settings)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; norms, biases and other vectors do not."""
+    decayed: dict[int, nn.Parameter] = {}
+    plain: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in decayed or id(parameter) in plain:
+                continue
+            vector = is_norm or parameter.ndim < 2 or name.endswith("bias")
+            (plain if vector else decayed)[id(parameter)] = parameter
+    groups = [(list(decayed.values()), weight_decay), (list(plain.values()), 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

@@ -1,0 +1,27 @@
+"""What type the arithmetic runs in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    name: str
+    device_type: str
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """-mixed: matrix products in the narrow type, sensitive operations in fp32. -true: as the weights are."""
+        dtype = _COMPUTE.get(self.name)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """fp16 gradients underflow unless the loss is scaled up; bf16 and fp32 need no scaler."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.name == "16-mixed")

@@ -1,0 +1,249 @@
+"""Session: the five verbs on which everything that trains is built.
+
+    with Session("chess.yaml") as session:      take this process's place among the ranks
+        session.prepare()                       build the model once, spread it, make optimizer and data
+        session.resume()                        go on from the last whole checkpoint, if there is one
+        for batch in session.batches():         this rank's share of each global batch
+            session.step(batch)                 one optimizer step
+            if session.steps_done % 100 == 0:
+                session.save()                  all ranks together
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from shardwise.checkpoint import CheckpointStore, Progress, load_into, save_from
+from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
+from shardwise.config.load import load_task_class
+from shardwise.data import Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.engine.evaluate import run_evaluation
+from shardwise.engine.optimizer import build_optimizer
+from shardwise.engine.own import OwnTask
+from shardwise.engine.precision import Precision
+from shardwise.engine.schedule import Schedule
+from shardwise.engine.seeds import WEIGHTS, seed_everything
+from shardwise.engine.step import Parts, StepResult, run_step
+from shardwise.errors import ConfigError, DataError, ShardwiseError
+from shardwise.parallel import World, spread
+from shardwise.tasks import Loss, Task
+
+
+class Session:
+    def __init__(self, config: Config | str | Path) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config)
+        training = self.config.training
+        size_wanted = training.num_gpus
+        self.world = World.join(training.device, connect=self._needs_group())
+        if size_wanted is not None and size_wanted != self.world.size:
+            self.world.leave()
+            raise ConfigError(
+                f"training.num_gpus: {size_wanted}, but {self.world.size} rank(s) were started. "
+                f"Start {size_wanted}, or leave num_gpus out to take what there is"
+            )
+        self.strategy = self.config.strategy_on(self.world.size)
+        self.batching: Batching = resolve_batching(training, self.world.size)
+        self.store = CheckpointStore(Path(self.config.checkpoint_folder))
+        self.cursor = Cursor()
+        self.steps_done = 0
+        self.skipped_steps = 0
+        self.best_metric: float | None = None
+        self.stop_requested = False
+        """Set on any rank, for example by a signal: all ranks leave together before the next step."""
+        self._bad: list[int] | None = None
+        self._parts: Parts | None = None
+
+    def _needs_group(self) -> bool | None:
+        return True if self.config.training.strategy in ("ddp", "fsdp") or self.config.training.fsdp else None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.world.leave()
+
+    # ---------------------------------------------------------------- prepare
+
+    def prepare(
+        self,
+        task: Task | None = None,
+        *,
+        model: nn.Module | None = None,
+        data: Any = None,
+        loss: Callable[[nn.Module, Any], Loss] | None = None,
+        valid: Any = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        count: Callable[[Any], int] | None = None,
+    ) -> nn.Module:
+        """Make everything ready for the first step.
+
+        With no argument, the config's task is trained. With `model`, `data` and `loss`, your own are: the model built
+        on the CPU, a data set with a length, and a function from (model, batch) to a Loss.
+        """
+        if model is not None or data is not None or loss is not None:
+            if model is None or data is None or loss is None:
+                raise ShardwiseError("session.prepare() needs model, data and loss together")
+            task = OwnTask(self.config, model, data, loss, valid, collate, count)
+        elif task is None:
+            task = load_task_class(self.config.task)(self.config)
+        self.task: Task = task
+        self.train_data = task.train_data()
+        self.valid_data = task.valid_data()
+        self._check_data()
+        training = self.config.training
+        spread_model = spread(self._build(task), task.blocks, self.strategy, training, self.world)
+        lr = resolve_learning_rate(training, self.batching.global_batch)
+        precision = Precision(training.precision, self.world.device.type)
+        self._parts = Parts(
+            config=self.config,
+            task=task,
+            world=self.world,
+            spread=spread_model,
+            optimizer=build_optimizer(spread_model.module, training.optimizer, lr),
+            schedule=Schedule(training.scheduler, lr, self.total_steps),
+            precision=precision,
+            scaler=precision.scaler(),
+        )
+        return spread_model.model
+
+    def _build(self, task: Task) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            seed_everything(self.config.seed, WEIGHTS)  # the same on every rank, or weights would differ
+            return task.build_model()
+
+        return build
+
+    def _check_data(self) -> None:
+        sizes = self.world.gather(len(self.train_data))
+        if not sizes[0]:
+            raise DataError("the training data is empty")
+        if len(set(sizes)) > 1:
+            raise DataError(f"the ranks see training data of different sizes, {sizes}: they must read the same files")
+
+    @property
+    def parts(self) -> Parts:
+        if self._parts is None:
+            raise ShardwiseError("call session.prepare() first")
+        return self._parts
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.spread.model
+
+    # ---------------------------------------------------------------- step
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.batching.steps_per_epoch(len(self.train_data))
+
+    @property
+    def total_steps(self) -> int:
+        training = self.config.training
+        steps = training.max_epochs * self.steps_per_epoch
+        return min(steps, training.max_steps) if training.max_steps else steps
+
+    def batches(self) -> Iterator[StepBatch]:
+        """This rank's share of each global batch, from the cursor to the end of the run."""
+        loader = StepLoader(
+            Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
+            GlobalOrder(len(self.train_data), self.config.seed),
+            self.batching,
+            self.world.rank,
+            self.world.device,
+            self.config.data,
+            start=self.cursor,
+            epochs=self.config.training.max_epochs,
+        )
+        if self.steps_done < self.total_steps:
+            for batch in loader:
+                yield batch
+                if self.steps_done >= self.total_steps:
+                    return
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
+        result = run_step(self.parts, batch, self.steps_done, stop=self.stop_requested, bad=self._bad)
+        if result.stopped:
+            return result
+        self._bad = None if math.isfinite(result.loss_sum) else batch.ids
+        self.steps_done += 1
+        self.skipped_steps += result.skipped
+        self.cursor = batch.after
+        return result
+
+    def loss(self, *results: StepResult) -> float:
+        """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
+        total, count = self.world.sum(sum(r.loss_sum for r in results), sum(r.count for r in results))
+        return total / count if count else math.nan
+
+    # ---------------------------------------------------------------- evaluate
+
+    def evaluate(self) -> dict[str, float]:
+        """Metrics on the validation data; empty if the task has none. All ranks call it together."""
+        if self.valid_data is None or not len(self.valid_data):
+            return {}
+        loader = StepLoader(
+            Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
+            GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
+            Batching(self.world.size, self.batching.batch_size, 1),
+            self.world.rank,
+            self.world.device,
+            self.config.data,
+        )
+        return run_evaluation(self.parts, loader)
+
+    # ---------------------------------------------------------------- save and resume
+
+    def save(self, metrics: dict[str, float] | None = None) -> Path:
+        """Write a checkpoint of this step: whole and in place, or not there at all. All ranks call it together."""
+        training = self.config.training
+        metric = (metrics or {}).get(training.monitor)
+        if metric is not None and (self.best_metric is None or self._better(metric, self.best_metric)):
+            self.best_metric = metric
+        progress = Progress(
+            step=self.steps_done,
+            cursor=self.cursor,
+            skipped_steps=self.skipped_steps,
+            metric=metric,
+            best_metric=self.best_metric,
+            scaler=self.parts.scaler.state_dict(),
+            global_batch=self.batching.global_batch,
+            samples=len(self.train_data),
+            seed=self.config.seed,
+        )
+        path = save_from(self.parts.spread.module, self.parts.optimizer, progress, self.store, self.world)
+        if self.world.is_first:
+            self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
+        return path
+
+    def _better(self, metric: float, than: float) -> bool:
+        return metric < than if self.config.training.monitor_mode == "min" else metric > than
+
+    def resume(self, which: str = "auto") -> Path | None:
+        """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
+        found = load_into(self.parts.spread.module, self.parts.optimizer, which, self.store, self.world)
+        if found is None:
+            return None
+        path, progress = found
+        self._check_same_run(progress)
+        self.steps_done, self.cursor = progress.step, progress.cursor
+        self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric
+        if progress.scaler and self.parts.scaler.is_enabled():
+            self.parts.scaler.load_state_dict(progress.scaler)
+        return path
+
+    def _check_same_run(self, progress: Progress) -> None:
+        if progress.samples != len(self.train_data) or progress.seed != self.config.seed:
+            raise ConfigError(
+                f"the checkpoint was made with {progress.samples} training samples and seed {progress.seed}, but there "
+                f"are {len(self.train_data)} and seed {self.config.seed} now: the order of samples would not continue"
+            )

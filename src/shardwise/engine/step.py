@@ -1,0 +1,187 @@
+"""The training step. Everything that trains goes through `run_step`: the command line, a user's own loop, the tests.
+
+    take k micro-batches from the cursor
+    agree: all-reduce (sum of counts, stop flag, bad-value flag)                    one tiny collective
+    for each micro-batch: forward, loss.sum * world / global_count, backward        gradients reduced on the last only
+    clip by the true global norm
+    optimizer.step, schedule.step
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.config import Config
+from shardwise.data import StepBatch
+from shardwise.engine.clip import clip, global_norm, gradients
+from shardwise.engine.precision import Precision
+from shardwise.engine.schedule import Schedule
+from shardwise.engine.seeds import STEP, seed_everything
+from shardwise.errors import NonFiniteError, ShardwiseError
+from shardwise.parallel import Spread, World
+from shardwise.tasks import Task
+
+
+SMALLEST_SCALE = 2.0**-24
+"""A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
+
+
+@dataclass
+class Parts:
+    """What a step needs, built once by Session.prepare."""
+
+    config: Config
+    task: Task
+    world: World
+    spread: Spread
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    precision: Precision
+    scaler: torch.amp.GradScaler
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+
+@dataclass
+class StepResult:
+    step: int
+    """Number of this step, from 0."""
+    stopped: bool = False
+    """A rank asked to stop, so all left this step undone."""
+    skipped: bool = False
+    """The gradient was not finite, so no weight was changed."""
+    loss_sum: float = 0.0
+    """Of this rank. Session.loss reduces it over all ranks."""
+    count: int = 0
+    global_count: int = 0
+    grad_norm: float = 0.0
+    lr: float = 0.0
+    samples: int = 0
+    """Of all ranks."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds in each phase: wait for data, agree, compute, update."""
+
+
+def run_step(parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, bad: list[int] | None = None) -> StepResult:
+    """One optimizer step on one global batch.
+
+    `stop`: this rank was asked to stop. `bad`: this rank's loss of the step before, on these samples, was not finite.
+    """
+    world, training = parts.world, parts.config.training
+    clock = _Clock(batch.wait)
+
+    count, stops, bads = world.sum(batch.count, stop, bad is not None)
+    clock.lap("agree")
+    if bads and training.on_nonfinite == "stop":
+        raise _explain_nonfinite(parts, step - 1, bad is not None, bad or [])
+    if stops:
+        return StepResult(step, stopped=True)
+    if not count:
+        raise ShardwiseError(f"step {step}: no rank has anything to count: the task's count(batch) is 0 for the whole batch")
+
+    seed_everything(parts.config.seed, STEP, step, world.rank)  # dropout differs between ranks, and resumes
+    parts.spread.model.train()
+    losses: list[torch.Tensor] = []
+    for position, micro in enumerate(batch.micro):
+        last = position == len(batch.micro) - 1
+        with parts.spread.reducing_gradients(now=last):
+            with parts.precision.autocast():
+                loss = parts.task.loss(parts.spread.model, micro.inputs)
+            if not micro.request.borrowed:
+                _check_count(loss.count, micro.count, step)
+            # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
+            weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count, micro.count)
+            parts.scaler.scale(loss.sum * weight).backward()
+            losses.append(loss.sum.detach().float() * (weight > 0))
+    clock.lap("compute")
+
+    parts.scaler.unscale_(parts.optimizer)
+    grads = gradients(parts.parameters)
+    if not grads:
+        raise ShardwiseError(f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?")
+    norm, loss_sum = torch.stack([global_norm(grads), torch.stack(losses).sum()]).tolist()
+    result = StepResult(
+        step,
+        skipped=not math.isfinite(norm),
+        loss_sum=loss_sum,
+        count=batch.count,
+        global_count=int(count),
+        grad_norm=norm,
+        lr=parts.schedule.rate(step),
+        samples=batch.samples,
+        times=clock.times,
+    )
+    # The norm is the same on every rank, and so is the decision. Under fp16 a skipped step is how the scaler learns.
+    if result.skipped and not parts.scaler.is_enabled() and training.on_nonfinite == "stop":
+        raise _explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+    if training.gradient_clip is not None and not result.skipped:
+        clip(grads, norm, training.gradient_clip)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = result.lr
+    if not result.skipped or parts.scaler.is_enabled():
+        parts.scaler.step(parts.optimizer)
+        parts.scaler.update()
+    if result.skipped and parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
+        raise _explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+    parts.optimizer.zero_grad()
+    clock.lap("update")
+    return result
+
+
+def loss_weight(world: int, global_count: float, micro_count: int) -> float:
+    """What a micro-batch's summed loss is multiplied by: the one place where a loss is divided."""
+    return world / global_count
+
+
+def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:
+    """The count that a loss reports is the one the ranks agreed on beforehand. Checked where it costs no waiting."""
+    if isinstance(said, torch.Tensor):
+        if said.is_cuda and step:
+            return
+        said = int(said)
+    if said != expected:
+        raise ShardwiseError(
+            f"step {step}: the task's loss() counted {said}, but its count(batch) said {expected} beforehand. "
+            "The two must agree: the loss is divided by the sum of count(batch) over all ranks"
+        )
+
+
+def _explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> NonFiniteError:
+    """Every rank comes here together; each tells whether its own loss was bad, and on which samples."""
+    reports = parts.world.gather((mine, ids))
+    guilty = [(rank, ids) for rank, (bad, ids) in enumerate(reports) if bad]
+    if guilty:
+        who = "; ".join(f"rank {rank}, samples {_brief(ids)}" for rank, ids in guilty)
+        what = f"the loss is not finite on {who}"
+    else:
+        everyone = [index for _, ids in reports for index in ids]
+        what = (
+            "the gradient is not finite although the loss is, so it overflowed on the way back "
+            f"(ranks 0 to {len(reports) - 1}, samples {_brief(everyone)})"
+        )
+    return NonFiniteError(
+        f"step {step}: {what}.\n  Look at those samples, lower training.optimizer.lr, set training.gradient_clip, or set "
+        "training.on_nonfinite: skip to leave such steps out"
+    )
+
+
+def _brief(ids: list[int]) -> str:
+    return ", ".join(map(str, ids[:16])) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
+
+
+class _Clock:
+    def __init__(self, wait: float) -> None:
+        self.times = {"wait": wait}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.times[name] = now - self._last
+        self._last = now

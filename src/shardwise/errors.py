@@ -1,0 +1,38 @@
+"""The errors a user meets: each says what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Bad input or a failed run. The message is written for a person; no traceback is needed to act on it."""
+
+
+class ConfigError(ShardwiseError):
+    """The YAML file or an override is wrong."""
+
+
+class DataError(ShardwiseError):
+    """A file or a sample cannot be used."""
+
+
+class MissingExtra(ShardwiseError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @classmethod
+    def of(cls, package: str, extra: str, purpose: str) -> MissingExtra:
+        return cls(f"{purpose} needs the package {package!r}: pip install 'shardwise[{extra}]'")
+
+
+class LaunchError(ShardwiseError):
+    """The ranks cannot be started, or one of them failed."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint is missing, damaged or of another run."""
+
+
+class NonFiniteError(ShardwiseError):
+    """The loss or the gradient is no longer a number."""

@@ -1,0 +1,195 @@
+"""From a recipe for a model to a model on all ranks, with the same weights whatever the strategy.
+
+The weights are made once, on the CPU of rank 0, and travel from there. The other ranks only know the shape (PyTorch's
+meta device), and under fsdp no device ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.config import Training
+from shardwise.parallel.world import World
+
+Build = Callable[[], nn.Module]
+FindBlocks = Callable[[nn.Module], list[nn.Module]]
+
+
+@dataclass
+class Spread:
+    model: nn.Module
+    """What the task calls."""
+    module: nn.Module
+    """The same, without a wrapper around it: its names are those of the model as it was built."""
+
+    @contextmanager
+    def reducing_gradients(self, now: bool) -> Iterator[None]:
+        """Gradients are reduced over the ranks on the last micro-batch only."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(now)
+        with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not now else nullcontext():
+            yield
+
+
+def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Training, world: World) -> Spread:
+    """Tensor types → activation checkpointing → sharding or replicas, in this order for every model."""
+    fsdp = training.fsdp
+    shape = build() if world.is_first and strategy != "fsdp" else _build_shape(build)
+    weights = _rank_zero_weights(build, shape, training, world) if strategy == "fsdp" else None
+    _cast_parameters(shape, training)
+    blocks = find_blocks(shape)
+    if strategy == "fsdp":
+        assert weights is not None
+        units = sharding_units(shape, blocks, fsdp.min_num_params if fsdp else 0)
+        if fsdp and fsdp.activation_checkpointing:
+            _recompute(shape, blocks)
+        return _shard(shape, units, weights, training, world)
+    module = materialize(shape, world.device)
+    if strategy == "ddp":
+        return _replicate(module, training, world)
+    return Spread(module, module)
+
+
+def sharding_units(model: nn.Module, blocks: list[nn.Module], min_num_params: int) -> list[nn.Module]:
+    """The blocks that are sharded on their own; all else forms the outermost unit.
+
+    A block that shares a weight with anything outside it must stay in the outermost unit: a parameter that two units
+    own would be reduced twice.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    units = []
+    for block in blocks:
+        inside: dict[int, int] = {}
+        for module in block.modules():
+            for parameter in module.parameters(recurse=False):
+                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        shared = any(owners[key] > times for key, times in inside.items())
+        if not shared and sum(parameter.numel() for parameter in block.parameters()) >= min_num_params:
+            units.append(block)
+    return units
+
+
+def materialize(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move to the device; tensors on meta become empty ones. Unlike Module.to_empty, tied weights stay tied
+    (torch 2.13 makes a new parameter for each owner)."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in moved:
+                here = parameter.device == device
+                moved[id(parameter)] = (
+                    parameter if here else nn.Parameter(_on(parameter.data, device), parameter.requires_grad)
+                )
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _on(buffer, device)
+    return model
+
+
+def _build_shape(build: Build) -> nn.Module:
+    """The model on the meta device: no memory, no weights. A model that cannot be built there is built for real."""
+    try:
+        with torch.device("meta"):
+            shape = build()
+    except (NotImplementedError, RuntimeError):
+        return build()
+    loose = [
+        value
+        for module in shape.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]
+    return build() if loose else shape  # a tensor that is neither parameter nor buffer could not be filled later
+
+
+@dataclass
+class _Weights:
+    """The parameters and buffers that rank 0 made; empty on the others."""
+
+    state: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+
+def _rank_zero_weights(build: Build, shape: nn.Module, training: Training, world: World) -> _Weights:
+    if not world.is_first:
+        return _Weights({}, {})
+    whole = build()
+    if whole is shape:  # the caller's own module, already built: sharding will take its tensors apart
+        whole = copy.deepcopy(whole)
+    _cast_parameters(whole, training)
+    return _Weights(dict(whole.state_dict()), dict(whole.named_buffers()))
+
+
+def _cast_parameters(model: nn.Module, training: Training) -> None:
+    """bf16-true keeps the weights in bf16. Buffers stay: statistics and rotary frequencies need their digits."""
+    if training.precision == "bf16-true":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
+
+
+def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
+    chosen = {id(block) for block in blocks}
+    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+
+
+def _shard(
+    model: nn.Module, units: list[nn.Module], weights: _Weights, training: Training, world: World
+) -> Spread:
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(training.precision)
+    # Gradients are reduced in fp32 even where the compute type is narrower.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    for unit in units:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    materialize(model, world.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights.state, options=options)
+    _broadcast_buffers(model, weights.buffers, world)
+    return Spread(model, model)
+
+
+def _broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: World) -> None:
+    """Buffers that no state dict carries (rotary frequencies) come from rank 0 too."""
+    for name, buffer in model.named_buffers():
+        if world.is_first:
+            buffer.copy_(whole[name.replace("_checkpoint_wrapped_module.", "")])
+        if world.size > 1:
+            dist.broadcast(buffer, src=0)
+
+
+def _replicate(module: nn.Module, training: Training, world: World) -> Spread:
+    # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
+    changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    model = DistributedDataParallel(
+        module,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        broadcast_buffers=bool(changing),
+        bucket_cap_mb=training.ddp.bucket_cap_mb,  # type: ignore[arg-type]
+        static_graph=training.ddp.static_graph,
+        gradient_as_bucket_view=True,
+    )
+    return Spread(model, module)
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

@@ -1,0 +1,100 @@
+"""The ranks of this run: who they are, what device each has, and how they agree."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import LaunchError
+
+T = TypeVar("T")
+
+
+@dataclass
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    connected: bool
+    """Whether a process group is up. One rank without strategy needs none."""
+
+    @classmethod
+    def join(cls, device: str = "auto", *, connect: bool | None = None, timeout: timedelta | None = None) -> World:
+        """Take this process's place among the ranks that torchrun, srun or shardwise itself started.
+
+        `connect` forces a process group on a single rank too, as ddp and fsdp need.
+        """
+        rank = int(os.environ.get("RANK", "0"))
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        place = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        if connect is None:
+            connect = size > 1
+        if connect:
+            # CPU tensors go over gloo on CUDA too: agreeing on counts and flags must not wait for the GPU.
+            backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+            store = dist.HashStore() if size == 1 and "MASTER_ADDR" not in os.environ else None
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=place if place.type == "cuda" else None,
+            )
+        return cls(rank, size, place, connect)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Add up host values over all ranks: the one small collective of every step."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        self.sum(0.0)
+
+    def leave(self) -> None:
+        if self.connected and dist.is_initialized():
+            dist.destroy_process_group()
+        self.connected = False
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    available = torch.cuda.device_count()
+    if not available:
+        raise LaunchError("training.device: cuda, but PyTorch finds no CUDA device on this machine; use device: cpu")
+    if local_rank >= available:
+        raise LaunchError(
+            f"local rank {local_rank} has no GPU: this machine has {available}. Start at most {available} ranks per machine"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

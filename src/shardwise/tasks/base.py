@@ -1,0 +1,97 @@
+"""The Task protocol: what somebody writes to train something new."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from shardwise.config import Block, Config, DataBlock
+from shardwise.data.loader import Samples
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum and a count, never a mean: only the engine divides, once, over all ranks and micro-batches."""
+
+    sum: Tensor
+    count: int | Tensor
+
+
+class Task(ABC):
+    """Three methods are needed: train_data, build_model, loss. The rest have defaults that suit most tasks."""
+
+    Data: type[DataBlock] = DataBlock
+    """The model of the config's `data` block; subclass shardwise.DataBlock to add keys of your own."""
+    Tokenizer: type[Block] = Block
+    Model: type[Block] = Block
+    unit: str = "samples"
+    """What `count` counts, for the log: samples, tokens, voxels."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    def train_data(self) -> Samples:
+        """A data set with a length; sample i is the same on every rank."""
+
+    @abstractmethod
+    def build_model(self) -> nn.Module:
+        """The model, on the device that is current. Called with the seed set; may be called on the meta device."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """The loss of a micro-batch, summed; its count must equal `count(batch)`."""
+
+    def valid_data(self) -> Samples | None:
+        """A data set to evaluate on; none of its samples may be in the training data."""
+        return None
+
+    def collate(self, samples: list[Any]) -> Any:
+        return default_collate(samples)
+
+    def count(self, batch: Any) -> int:
+        """What the loss of this batch is divided by, known before the forward pass. Default: the batch size."""
+        return leading_size(batch)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
+        """Metrics of a batch, each a sum and a count. Every rank calls it equally often."""
+        return {"loss": self.loss(model, batch)}
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics that follow from the averaged ones, such as perplexity."""
+        return {}
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The repeated blocks: units of sharding and of activation checkpointing. Default: the longest ModuleList."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return list(max(lists, key=len)) if lists else []
+
+    def flops_per_count(self, model: nn.Module) -> float | None:
+        """Floating-point operations of a training step per counted unit, for MFU; None when no formula is known."""
+        return None
+
+    def export(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """Write trained weights for use elsewhere. Default: one safetensors file."""
+        from safetensors.torch import save_model
+
+        with torch.device("meta"):
+            model = self.build_model()
+        model.load_state_dict(weights, assign=True, strict=False)
+        save_model(model, str(folder / "model.safetensors"))
+
+
+def leading_size(batch: Any) -> int:
+    if isinstance(batch, Tensor):
+        return batch.shape[0]
+    if isinstance(batch, Mapping):
+        return leading_size(next(iter(batch.values())))
+    if isinstance(batch, Sequence) and batch:
+        return leading_size(batch[0])
+    raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: write the task's count(batch)")

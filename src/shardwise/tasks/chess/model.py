@@ -1,0 +1,78 @@
+"""The language model: by hub name, from a folder, or from sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.config.chess import ChessModel
+from shardwise.errors import ConfigError, DataError, MissingExtra
+
+
+def build_language_model(options: ChessModel, vocabulary: int, max_seq_len: int) -> nn.Module:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise MissingExtra.of("transformers", "lm", "task: chess") from None
+    config = _config(options, vocabulary, max_seq_len)
+    # On the meta device only the shape is wanted; the weights come from the one rank that loads them.
+    if options.name is None or torch.get_default_device().type == "meta":
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        return AutoModelForCausalLM.from_pretrained(options.name, config=config, dtype=torch.float32)
+    except OSError as error:
+        raise _cannot_load(options.name, error) from error
+
+
+def _config(options: ChessModel, vocabulary: int, max_seq_len: int) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if options.name is not None:
+        try:
+            config = AutoConfig.from_pretrained(options.name)
+        except (OSError, ValueError) as error:
+            raise _cannot_load(options.name, error) from error
+        if vocabulary > config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {vocabulary} tokens, but model.name: {options.name} only knows {config.vocab_size}: "
+                "use the tokenizer that comes with the model"
+            )
+        return _for_training(config)
+    if options.architecture not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.architecture: {options.architecture!r} is not a Hugging Face model type; "
+            "for example llama, gpt2, qwen2, mistral"
+        )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": options.hidden_dim,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_heads,
+        "intermediate_size": options.intermediate_dim or 4 * options.hidden_dim,
+        "max_position_embeddings": max_seq_len,
+        "tie_word_embeddings": options.tie_embeddings,
+        **_dropouts(CONFIG_MAPPING[options.architecture](), options.dropout),
+        **options.extra,
+    }
+    if options.architecture == "gpt2":  # the one that calls the width of its MLP otherwise
+        sizes["n_inner"] = sizes.pop("intermediate_size")
+    return _for_training(AutoConfig.for_model(options.architecture, **sizes))
+
+
+def _for_training(config: Any) -> Any:
+    config.use_cache = False
+    return config
+
+
+def _dropouts(defaults: Any, rate: float) -> dict[str, float]:
+    """Every dropout that the architecture has; 0 switches off the ones that are on by default."""
+    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
+    return {name: rate for name in names if hasattr(defaults, name)}
+
+
+def _cannot_load(name: str, error: Exception) -> DataError:
+    reason = str(error).splitlines()[0]
+    return DataError(f"model.name: {name!r} is not a folder with a model here, and the hub did not give it: {reason}")

@@ -1,0 +1,206 @@
+"""The chess task: next-token loss on real tokens, next-move accuracy, and the share of legal first choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import chess
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
+from shardwise.errors import DataError
+from shardwise.tasks.base import Loss, Task
+from shardwise.tasks.chess.games import load_games, read_move
+from shardwise.tasks.chess.model import build_language_model
+from shardwise.tasks.chess.tokens import Encoded, Tokenizer, build_tokenizer
+
+IGNORED = -100
+POSITIONS_PER_GAME = 4
+"""Positions at which the first choice is decoded when a move takes several tokens; one-token moves are all checked."""
+
+
+class ChessTask(Task):
+    Data, Tokenizer, Model = ChessData, ChessTokenizer, ChessModel
+    unit = "tokens"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return build_tokenizer(self._tokenizer_options, self._model_options)
+
+    @cached_property
+    def _games(self) -> tuple[Sequence[str], Sequence[str]]:
+        options = self.config.data
+        assert isinstance(options, ChessData)
+        return load_games(options, self.config.seed)
+
+    @property
+    def _model_options(self) -> ChessModel:
+        assert isinstance(self.config.model, ChessModel)
+        return self.config.model
+
+    @property
+    def _tokenizer_options(self) -> ChessTokenizer:
+        assert isinstance(self.config.tokenizer, ChessTokenizer)
+        return self.config.tokenizer
+
+    def train_data(self) -> _Games:
+        return _Games(self._games[0], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=False)
+
+    def valid_data(self) -> _Games:
+        return _Games(self._games[1], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=True)
+
+    def build_model(self) -> nn.Module:
+        return build_language_model(self._model_options, self.tokenizer.size, self._tokenizer_options.max_seq_len)
+
+    def collate(self, samples: list[Encoded]) -> dict[str, Any]:
+        """Rows padded on the right to the longest; targets are the next tokens, padding ignored."""
+        longest = max(len(sample.ids) for sample in samples)
+        ids = torch.full((len(samples), longest), self.tokenizer.pad_id)
+        targets = torch.full((len(samples), longest), IGNORED)
+        for row, sample in enumerate(samples):
+            tokens = torch.tensor(sample.ids)
+            ids[row, : len(tokens)] = tokens
+            targets[row, : len(tokens) - 1] = tokens[1:]
+        return {"ids": ids, "targets": targets, "games": samples if samples[0].moves else []}
+
+    def count(self, batch: dict[str, Any]) -> int:
+        return int((batch["targets"] != IGNORED).sum())
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
+        return self._loss(self._logits(model, batch["ids"]), batch["targets"])
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Loss]:
+        logits = self._logits(model, batch["ids"])
+        choices = logits.argmax(dim=-1)
+        right = (choices == batch["targets"]).tolist()
+        # The logits at position t choose token t + 1.
+        hits = [all(right[row][first - 1 : last - 1]) for row, _, (first, last) in _moves(batch["games"])]
+        if self.tokenizer.tokens_per_move == 1:
+            legal = self._legal_now(choices.tolist(), batch["games"])
+        else:
+            legal = self._legal_decoded(model, batch)
+        return {
+            "loss": self._loss(logits, batch["targets"]),
+            "next_move_accuracy": _share(hits, logits),
+            "legal_move_share": _share(legal, logits),
+        }
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
+
+    def flops_per_count(self, model: nn.Module) -> float:
+        """6 × parameters without the input embedding + 12 × layers × hidden × sequence, per token."""
+        config: Any = model.config
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        head = model.get_output_embeddings().weight  # type: ignore[operator]
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        weights = parameters if head is embedding else parameters - embedding.numel()
+        attention = 12 * config.num_hidden_layers * config.hidden_size * self._tokenizer_options.max_seq_len
+        return float(6 * weights + attention)
+
+    def export(self, weights: dict[str, Tensor], folder: Path) -> None:
+        """A folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load."""
+        with torch.device("meta"):
+            model: Any = self.build_model()
+        model.save_pretrained(folder, state_dict=weights)
+        self.tokenizer.save(folder)
+
+    def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
+        # No attention mask: with padding on the right, causal attention never reaches it, and the fast path stays open.
+        return model(input_ids=ids).logits
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Loss:
+        flat = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return Loss(flat, (targets != IGNORED).sum())
+
+    def _legal_now(self, choices: list[list[int]], games: list[Encoded]) -> list[bool]:
+        legal: list[bool] = []
+        for row, game in enumerate(games):
+            board = chess.Board()
+            for move, (first, _) in zip(game.moves, game.spans, strict=True):
+                legal.append(self._is_legal(board, [choices[row][first - 1]]))
+                board.push(move)
+        return legal
+
+    def _legal_decoded(self, model: nn.Module, batch: dict[str, Any]) -> list[bool]:
+        """Greedy continuations from a few positions of each game. The number of forward passes is fixed, so that
+        ranks whose games differ in length still take part in the same collectives."""
+        legal: list[bool] = []
+        games: list[Encoded] = batch["games"]
+        for slot in range(POSITIONS_PER_GAME):
+            cuts = [self._cut(game, slot) for game in games]
+            lengths = [1 if cut is None else game.spans[cut][0] for game, cut in zip(games, cuts, strict=True)]
+            choices = self._continue(model, batch["ids"], lengths)
+            for game, cut, choice in zip(games, cuts, choices, strict=True):
+                if cut is None:
+                    continue
+                board = chess.Board()
+                for move in game.moves[:cut]:
+                    board.push(move)
+                legal.append(self._is_legal(board, choice))
+        return legal
+
+    def _cut(self, game: Encoded, slot: int) -> int | None:
+        """After how many moves to ask for the next: evenly spread, with a token to start from and room to answer."""
+        room = self._tokenizer_options.max_seq_len - self.tokenizer.tokens_per_move
+        usable = [index for index, (first, _) in enumerate(game.spans) if 0 < first <= room]
+        return usable[slot * len(usable) // POSITIONS_PER_GAME] if usable else None
+
+    def _continue(self, model: nn.Module, ids: Tensor, lengths: list[int]) -> list[list[int]]:
+        rows = torch.arange(len(ids), device=ids.device)
+        ends = torch.tensor(lengths, device=ids.device)
+        extra = torch.full((len(ids), self.tokenizer.tokens_per_move), self.tokenizer.pad_id, device=ids.device)
+        growing = torch.cat([ids, extra], dim=1)
+        chosen = []
+        for offset in range(self.tokenizer.tokens_per_move):
+            logits = self._logits(model, growing[:, : max(lengths) + offset])
+            choice = logits[rows, ends - 1 + offset].argmax(dim=-1)
+            growing[rows, ends + offset] = choice
+            chosen.append(choice)
+        return torch.stack(chosen, dim=1).tolist()
+
+    def _is_legal(self, board: chess.Board, ids: list[int]) -> bool:
+        return read_move(board, self.tokenizer.move_word(ids)) is not None
+
+
+class _Games:
+    """Texts, tokenised when they are read."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_seq_len: int, *, with_moves: bool) -> None:
+        self.texts, self.tokenizer, self.max_seq_len, self.with_moves = texts, tokenizer, max_seq_len, with_moves
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Encoded:
+        text = self.texts[index]
+        try:
+            encoded = self.tokenizer.encode(text, with_moves=self.with_moves)
+        except ValueError as error:
+            raise DataError(f"game {index} cannot be read as moves of chess: {error}. It begins: {text[:60]!r}") from None
+        ids = encoded.ids[: self.max_seq_len]
+        if len(ids) < 2:
+            raise DataError(f"game {index} has fewer than two tokens, so there is nothing to predict: {text[:60]!r}")
+        kept = sum(last <= len(ids) for _, last in encoded.spans)
+        return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept])
+
+
+def _moves(games: list[Encoded]) -> list[tuple[int, chess.Move, tuple[int, int]]]:
+    return [
+        (row, move, span)
+        for row, game in enumerate(games)
+        for move, span in zip(game.moves, game.spans, strict=True)
+        if span[0] > 0  # a move that begins the text has nothing to be predicted from
+    ]
+
+
+def _share(hits: list[bool], like: Tensor) -> Loss:
+    return Loss(torch.tensor(float(sum(hits)), device=like.device), len(hits))

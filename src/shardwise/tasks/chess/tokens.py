@@ -1,0 +1,149 @@
+"""Games as token numbers: one token per move, or the tokenizer that a pretrained model brings."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import chess
+
+from shardwise.config.chess import ChessModel, ChessTokenizer
+from shardwise.errors import DataError, MissingExtra
+from shardwise.tasks.chess.games import first_move_of, plies
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A game's tokens and, when asked for, its moves with the range of tokens that says each."""
+
+    ids: list[int]
+    moves: list[chess.Move]
+    spans: list[tuple[int, int]]
+
+
+class Tokenizer(Protocol):
+    pad_id: int
+    size: int
+    tokens_per_move: int
+    """How many tokens a move takes at most: so many are decoded to learn the model's first choice."""
+
+    def encode(self, text: str, *, with_moves: bool) -> Encoded: ...
+    def move_word(self, ids: list[int]) -> str:
+        """The move that a continuation begins with."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+def build_tokenizer(options: ChessTokenizer, model: ChessModel) -> Tokenizer:
+    strategy = options.strategy or ("pretrained" if model.name else "moves")
+    if strategy == "moves":
+        return MoveTokenizer()
+    name = options.name or model.name
+    if name is None:
+        raise DataError("tokenizer.strategy: pretrained needs tokenizer.name or model.name")
+    return PretrainedTokenizer(name)
+
+
+class MoveTokenizer:
+    """Every move that a piece could make on an empty board is one token: 1968 of them, and three special ones."""
+
+    pad_id, bos_id, eos_id = 0, 1, 2
+    tokens_per_move = 1
+
+    def __init__(self) -> None:
+        self.words = ["<pad>", "<bos>", "<eos>", *_every_uci_move()]
+        self.size = len(self.words)
+        self._ids = {word: index for index, word in enumerate(self.words)}
+
+    def encode(self, text: str, *, with_moves: bool) -> Encoded:
+        words = text.split()
+        if not all(_UCI.match(word) for word in words):
+            words = [ply.move.uci() for ply in plies(text)]
+        try:
+            ids = [self.bos_id, *(self._ids[word] for word in words), self.eos_id]
+        except KeyError as error:
+            raise ValueError(f"{error.args[0]!r} is not a move of chess") from None
+        moves = [chess.Move.from_uci(word) for word in words] if with_moves else []
+        return Encoded(ids, moves, [(position + 1, position + 2) for position in range(len(moves))])
+
+    def move_word(self, ids: list[int]) -> str:
+        return self.words[ids[0]]
+
+    def save(self, folder: Path) -> None:
+        """As a Hugging Face tokenizer, so that the exported model is usable without shardwise."""
+        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from tokenizers.processors import TemplateProcessing
+        from transformers import PreTrainedTokenizerFast
+
+        fast = FastTokenizer(WordLevel(self._ids, unk_token="<pad>"))
+        fast.pre_tokenizer = WhitespaceSplit()
+        fast.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", self.bos_id)])
+        PreTrainedTokenizerFast(
+            tokenizer_object=fast, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+        ).save_pretrained(folder)
+
+
+class PretrainedTokenizer:
+    tokens_per_move = 8
+
+    def __init__(self, name: str) -> None:
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise MissingExtra.of("transformers", "lm", "tokenizer.strategy: pretrained") from None
+        try:
+            self.inner: Any = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, json.JSONDecodeError) as error:
+            raise DataError(f"the tokenizer of {name!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        if not self.inner.is_fast:
+            raise DataError(f"the tokenizer of {name!r} has no fast version, which is needed to find moves in tokens")
+        self.size = len(self.inner)
+        self.eos_id = self.inner.eos_token_id
+        # Padding is never seen: the loss skips it and causal attention never looks right.
+        self.pad_id = self.inner.pad_token_id or 0
+
+    def encode(self, text: str, *, with_moves: bool) -> Encoded:
+        encoded = self.inner(text, return_offsets_mapping=with_moves)
+        ids: list[int] = list(encoded["input_ids"])
+        if self.eos_id is not None and ids[-1:] != [self.eos_id]:
+            ids.append(self.eos_id)
+        if not with_moves:
+            return Encoded(ids, [], [])
+        found = plies(text)
+        offsets = encoded["offset_mapping"]
+        spans = [_tokens_over(offsets, ply.start, ply.end) for ply in found]
+        return Encoded(ids, [ply.move for ply in found], spans)
+
+    def move_word(self, ids: list[int]) -> str:
+        return first_move_of(self.inner.decode(ids, skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        self.inner.save_pretrained(folder)
+
+
+_UCI = re.compile(r"^[a-h][1-8][a-h][1-8][qrbn]?$")
+
+
+def _every_uci_move() -> list[str]:
+    moves = []
+    for start in chess.SQUARES:
+        reach = chess.BB_RANK_ATTACKS[start][0] | chess.BB_FILE_ATTACKS[start][0] | chess.BB_DIAG_ATTACKS[start][0]
+        for end in chess.SquareSet(reach | chess.BB_KNIGHT_ATTACKS[start]):
+            moves.append(chess.Move(start, end))
+            forward = (chess.square_rank(start), chess.square_rank(end)) in ((6, 7), (1, 0))
+            if forward and chess.square_distance(start, end) == 1:
+                pieces = (chess.QUEEN, chess.ROOK, chess.BISHOP, chess.KNIGHT)
+                moves.extend(chess.Move(start, end, promotion=piece) for piece in pieces)
+    return sorted(move.uci() for move in moves)
+
+
+def _tokens_over(offsets: list[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+    """The range of tokens that overlap the characters [start, end)."""
+    touching = [index for index, (first, last) in enumerate(offsets) if first < end and last > start]
+    return (touching[0], touching[-1] + 1) if touching else (0, 0)
