@@ -17,6 +17,8 @@ from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
 BUILT_IN_TASKS = {"chess": "shardwise.tasks.chess:ChessTask"}
+OWN = "own"
+"""The task of a config whose model, data and loss a program hands to Session.prepare."""
 _LATER_TASKS = ("cells", "segmentation", "images")
 
 
@@ -64,6 +66,8 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
     """The schema for a task. Only a task of the user's own is imported for it."""
     if task == "chess":
         return ChessConfig
+    if task == OWN:
+        return Config
     if str(task) in _LATER_TASKS:
         raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
     blocks = task_blocks(load_task_class(task, where))
@@ -72,6 +76,8 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
 
 def load_task_class(task: Any, where: str = "config") -> Any:
     """The class behind `task: chess` or `task: mypackage.tasks:MyTask`."""
+    if task == OWN:
+        raise ConfigError(f"{where}: task: own is for a loop of your own: give session.prepare() model, data and loss")
     path = BUILT_IN_TASKS.get(str(task), task)
     module_name, _, class_name = str(path).partition(":")
     if not class_name:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-_COMPUTE = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# bf16-true keeps its buffers in fp32 (statistics, rotary frequencies): autocast brings what they touch back to bf16.
+_COMPUTE = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Precision:
     device_type: str
 
     def autocast(self) -> AbstractContextManager[None]:
-        """-mixed: matrix products in the narrow type, sensitive operations in fp32. -true: as the weights are."""
+        """Matrix products in the narrow type, sensitive operations (norms, softmax, losses) in fp32."""
         dtype = _COMPUTE.get(self.name)
         if dtype is None:
             return nullcontext()

@@ -69,6 +69,8 @@ class Session:
         self.close()
 
     def close(self) -> None:
+        if self._parts is not None:
+            self._parts.spread.release()
         self.world.leave()
 
     # ---------------------------------------------------------------- prepare

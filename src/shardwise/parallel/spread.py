@@ -7,6 +7,7 @@ meta device), and under fsdp no device ever holds the whole model.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +42,13 @@ class Spread:
             self.model.set_requires_gradient_sync(now)
         with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not now else nullcontext():
             yield
+
+    def release(self) -> None:
+        """Before the process group goes. DDP's reducer would otherwise be the last to hold it, and end it while it holds
+        Python's lock, on which the group's own thread may be waiting (torch 2.13: a hang at exit, now and then)."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.logger = None
+            self.model.reducer = None
 
 
 def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Training, world: World) -> Spread:
@@ -169,7 +177,7 @@ def _shard(
 
 
 def _broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: World) -> None:
-    """Buffers that no state dict carries (rotary frequencies) come from rank 0 too."""
+    """Buffers come from rank 0 too, those that no state dict carries (rotary frequencies) included."""
     for name, buffer in model.named_buffers():
         if world.is_first:
             buffer.copy_(whole[name.replace("_checkpoint_wrapped_module.", "")])
@@ -178,17 +186,26 @@ def _broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: 
 
 
 def _replicate(module: nn.Module, training: Training, world: World) -> Spread:
+    _broadcast_buffers(module, dict(module.named_buffers()), world)
     # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
     changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
     model = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        broadcast_buffers=bool(changing),
         bucket_cap_mb=training.ddp.bucket_cap_mb,  # type: ignore[arg-type]
         static_graph=training.ddp.static_graph,
         gradient_as_bucket_view=True,
+        **{_BUFFER_OPTION: bool(changing)},
     )
     return Spread(model, module)
+
+
+# torch 2.13 renames DDP's option and warns about the old name; 2.11 knows only that.
+_BUFFER_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

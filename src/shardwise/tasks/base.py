@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -77,13 +76,10 @@ class Task(ABC):
         """Floating-point operations of a training step per counted unit, for MFU; None when no formula is known."""
         return None
 
-    def export(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Write trained weights for use elsewhere. Default: one safetensors file."""
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write a trained model for use elsewhere. Default: one safetensors file."""
         from safetensors.torch import save_model
 
-        with torch.device("meta"):
-            model = self.build_model()
-        model.load_state_dict(weights, assign=True, strict=False)
         save_model(model, str(folder / "model.safetensors"))
 
 

@@ -104,11 +104,9 @@ class ChessTask(Task):
         attention = 12 * config.num_hidden_layers * config.hidden_size * self._tokenizer_options.max_seq_len
         return float(6 * weights + attention)
 
-    def export(self, weights: dict[str, Tensor], folder: Path) -> None:
+    def export(self, model: Any, folder: Path) -> None:
         """A folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load."""
-        with torch.device("meta"):
-            model: Any = self.build_model()
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder)
         self.tokenizer.save(folder)
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:

@@ -1,0 +1,35 @@
+"""shardwise: train PyTorch models on one device, many devices or many machines from one YAML file."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Loaded on first use: `shardwise --help` must not wait for torch.
+_HOMES = {
+    "Session": "shardwise.engine.session",
+    "StepResult": "shardwise.engine.step",
+    "Task": "shardwise.tasks",
+    "Loss": "shardwise.tasks",
+    "Block": "shardwise.config",
+    "DataBlock": "shardwise.config",
+    "Config": "shardwise.config",
+    "load_config": "shardwise.config",
+    "ShardwiseError": "shardwise.errors",
+}
+__all__ = ["Block", "Config", "DataBlock", "Loss", "Session", "ShardwiseError", "StepResult", "Task", "load_config"]
+
+if TYPE_CHECKING:
+    from shardwise.config import Block, Config, DataBlock, load_config
+    from shardwise.engine.session import Session
+    from shardwise.engine.step import StepResult
+    from shardwise.errors import ShardwiseError
+    from shardwise.tasks import Loss, Task
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")

@@ -1,0 +1,20 @@
+"""Trained weights for use elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.state import load_model
+from shardwise.parallel.spread import materialize
+from shardwise.tasks import Task
+
+
+def export_checkpoint(task: Task, checkpoint: Path, folder: Path) -> None:
+    """In one process, whatever strategy wrote the checkpoint: shards are put together as they are read."""
+    with torch.device("meta"):
+        model = task.build_model()
+    materialize(model, torch.device("cpu"))
+    load_model(model, checkpoint)
+    task.export(model, folder)

@@ -1,0 +1,63 @@
+"""The command line: one file per verb. Nothing heavy is imported before the verb is known."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import shardwise
+from shardwise.errors import ShardwiseError
+
+VERBS = {
+    "train": "run it: one process, all local devices, or a rank of a bigger job",
+    "config": "check a config, show it resolved, print its schema",
+    "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
+}
+LATER = {
+    "plan": "what fits, how fast, what it costs",
+    "verify": "prove that N ranks compute what one would",
+    "lint": "mistakes of distributed training, found without running",
+    "bench": "scaling, strategies, batch sizes, collectives",
+    "submit": "Slurm, SageMaker, Kubernetes",
+    "report": "one HTML file about a run",
+    "top": "live view in the terminal",
+    "fetch": "download model and data ahead",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in LATER:
+        print(f"error: shardwise {arguments[0]} ({LATER[arguments[0]]}) is not built yet", file=sys.stderr)
+        return 2
+    try:
+        parsed = _parser(arguments).parse_args(arguments)
+        return int(importlib.import_module(f"shardwise.cli.{parsed.verb}").run(parsed))
+    except ShardwiseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, as in `| head`
+        sys.stderr.close()
+        return 141
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    later = "\n".join(f"  {name:<10} {text}" for name, text in LATER.items())
+    parser = argparse.ArgumentParser(
+        prog="shardwise",
+        description="Train PyTorch models on one device, many devices or many machines from one YAML file.",
+        epilog=f"still to come:\n{later}\n\nThe first thing to try:  shardwise train configs/chess-tiny.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, text in VERBS.items():
+        verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if arguments and arguments[0] == name:
+            importlib.import_module(f"shardwise.cli.{name}").add_arguments(verb)
+    return parser

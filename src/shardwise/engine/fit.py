@@ -1,0 +1,104 @@
+"""The loop that `shardwise train` runs, from the run folder to the summary. The training step itself is in step.py."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from shardwise.config import Config
+from shardwise.engine.monitor import Monitor, Outcome
+from shardwise.engine.session import Session
+from shardwise.errors import LaunchError
+from shardwise.watch.console import Console
+from shardwise.watch.run_folder import RunFolder, user_command
+
+
+def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_ranks: bool = False) -> Outcome:
+    """Train as the config says. Called by every rank."""
+    with Session(config) as session:
+        folder = RunFolder(Path(config.run_folder), session.world.rank)
+        notice = _claim(folder, session, resume=resume, fresh=fresh)
+        console = Console(session.world.rank, session.world.size, folder.path, all_ranks=all_ranks)
+        try:
+            if notice:
+                console.say(notice)
+            session.prepare()
+            monitor = Monitor(session, folder, console)
+            resumed = session.resume(resume) if resume else None
+            monitor.begin(resumed)
+            with _stop_on_signal(session):
+                stopped = _train(session, monitor)
+            return monitor.end(stopped)
+        finally:
+            console.close()
+            folder.close()
+
+
+def _train(session: Session, monitor: Monitor) -> bool:
+    """Returns whether the run was asked to stop before its end."""
+    training = session.config.training
+    if training.eval_at_start and session.steps_done == 0:
+        monitor.evaluated(session.evaluate())
+    for batch in session.batches():
+        result = session.step(batch)
+        if result.stopped:
+            monitor.saved(session.save())
+            return True
+        monitor.stepped(result)
+        done = session.steps_done
+        last = done == session.total_steps
+        epoch_ends = session.cursor.consumed == 0
+        metrics = None
+        if last or _due(done, training.eval_every_n_steps, epoch_ends):
+            with monitor.pausing():
+                metrics = session.evaluate()
+                monitor.evaluated(metrics)
+        if last or _due(done, training.checkpoint_every_n_steps, epoch_ends):
+            with monitor.pausing():
+                monitor.saved(session.save(metrics))
+    return False
+
+
+def _due(step: int, every: int | None, otherwise: bool) -> bool:
+    return otherwise if every is None else step % every == 0
+
+
+def _claim(folder: RunFolder, session: Session, *, resume: str | None, fresh: bool) -> str | None:
+    """Rank 0 makes the run folder; all ranks learn whether that worked."""
+    outcome: tuple[str | None, str | None] = (None, None)
+    if session.world.is_first:
+        try:
+            outcome = (folder.claim(resume=resume is not None, fresh=fresh, command=user_command()), None)
+        except LaunchError as error:
+            outcome = (None, str(error))
+    notice, problem = session.world.from_first(outcome)
+    if problem:
+        raise LaunchError(problem)
+    return notice
+
+
+@contextmanager
+def _stop_on_signal(session: Session) -> Iterator[None]:
+    """The first SIGTERM or SIGINT asks all ranks to leave together before the next step; a second one leaves at once."""
+
+    asked_at: float | None = None
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        now = time.monotonic()
+        # One Ctrl-C may arrive twice: from the terminal and from the launcher.
+        if asked_at is not None and now - asked_at > 0.5:
+            raise KeyboardInterrupt
+        asked_at = asked_at or now
+        session.stop_requested = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

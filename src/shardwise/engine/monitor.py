@@ -1,0 +1,202 @@
+"""Tells what the run is doing: the log line, metrics.jsonl, the ranks' telemetry, the trackers, the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.engine.session import Session
+from shardwise.engine.step import StepResult
+from shardwise.watch.console import Console
+from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
+from shardwise.watch.run_folder import RunFolder, user_command
+from shardwise.watch.trackers import Tracker, open_trackers
+
+
+@dataclass
+class Outcome:
+    folder: Path
+    steps: int
+    stopped: bool
+    """Asked to stop, by Ctrl-C or a signal, and left with a checkpoint."""
+    before: dict[str, float]
+    after: dict[str, float]
+    """Evaluation metrics at the start and at the end."""
+
+
+class Monitor:
+    def __init__(self, session: Session, folder: RunFolder, console: Console) -> None:
+        self.session, self.folder, self.console = session, folder, console
+        world = session.world
+        name = device_name(world.device)
+        peak = peak_flops(name)
+        self.rates = Rates(
+            session.task.flops_per_count(session.parts.spread.module), peak * world.size if peak else None
+        )
+        self.device_name = name
+        self.trackers: list[Tracker] = []
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+
+    # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
+
+    def begin(self, resumed: Path | None) -> None:
+        session, batching = self.session, self.session.batching
+        if session.world.is_first:
+            self.folder.describe(session.config, self._facts())
+            if resumed is not None:
+                self.folder.forget_after(session.steps_done)
+            self.trackers = open_trackers(session.config, self.folder.path)
+        parameters = sum(parameter.numel() for parameter in session.parts.spread.module.parameters())
+        devices = f"{session.world.size} × {self.device_name}" if session.world.size > 1 else self.device_name
+        self.console.say(
+            f"{session.config.name}: {session.config.task}, {short(parameters)} parameters, {len(session.train_data)} samples "
+            f"on {devices}, strategy {session.strategy}, precision {session.config.training.precision}"
+        )
+        self.console.say(
+            f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices = "
+            f"{batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, {session.total_steps} in all; "
+            f"peak rate {session.parts.schedule.peak:.3g}"
+        )
+        if resumed is not None:
+            self.console.say(f"resumed from {resumed} at step {session.steps_done}")
+            self._recall()
+        self.rates.began = time.perf_counter()
+
+    def stepped(self, result: StepResult) -> None:
+        session = self.session
+        self.rates.add(result.samples, result.global_count)
+        done, every = session.steps_done, session.config.training.log_every_n_steps
+        if result.skipped:
+            self.console.say(f"step {done}: gradient not finite, step skipped (all ranks; {session.skipped_steps} so far)")
+        due = done % every == 0 or done == 1 or done == session.total_steps
+        if not due:
+            self.console.show(self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss}))
+            return
+        self.last_loss = session.loss(result)
+        self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
+        gib, kind = memory(session.world.device)
+        record: dict[str, Any] = {
+            "step": done,
+            "epoch": session.cursor.epoch if session.cursor.consumed else session.cursor.epoch - 1,
+            "loss": self.last_loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            **self.rates.read(),
+            "memory_gib": round(gib, 3),
+            "memory_kind": kind,
+            "skipped_steps": session.skipped_steps,
+            "eta_seconds": round(self.rates.seconds_left(session.total_steps - done), 1),
+        }
+        self.folder.add_telemetry(
+            {"step": done, "time": time.time(), "rank": session.world.rank, "seconds": _rounded(result.times),
+             "memory_gib": round(gib, 3), "memory_kind": kind, "count": result.count}
+        )  # fmt: skip
+        if session.world.is_first:
+            self.folder.add_metrics(record)
+            self._track(done, {key: value for key, value in record.items() if isinstance(value, float)})
+        self.console.say(self._line(done, record))
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        if not metrics:
+            return
+        done = self.session.steps_done
+        self.before = self.before or metrics
+        self.after = metrics
+        if self.session.world.is_first:
+            self.folder.add_metrics({"step": done, "eval": metrics})
+            self._track(done, {f"eval/{name}": value for name, value in metrics.items()})
+        self.console.say(f"step {done}  evaluation  " + "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+
+    def saved(self, path: Path) -> None:
+        self.console.say(f"step {self.session.steps_done}  checkpoint {path}")
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.rates.pause(time.perf_counter() - began)
+
+    def end(self, stopped: bool) -> Outcome:
+        for tracker in self.trackers:
+            tracker.close()
+        self.console.say(self._goodbye() if stopped else self._summary())
+        return Outcome(self.folder.path, self.session.steps_done, stopped, self.before, self.after)
+
+    def _goodbye(self) -> str:
+        return f"stopped before step {self.session.steps_done + 1}. Go on with:  {user_command()} --resume auto"
+
+    def _summary(self) -> str:
+        lines = ["", f"done: {self.session.steps_done} steps, {short(self.rates.average_samples())} samples/s"]
+        if self.first_loss is not None and self.last_loss is not None:
+            lines.append(f"  {'training loss':<22} {self.first_loss:.4g} → {self.last_loss:.4g}")
+        for name, value in self.after.items():
+            lines.append(f"  {name.replace('_', ' '):<22} {_figure(name, self.before[name])} → {_figure(name, value)}")
+        if self.session.skipped_steps:
+            lines.append(f"  {'skipped steps':<22} {self.session.skipped_steps}")
+        lines += [
+            f"  {'run folder':<22} {self.folder.path}",
+            "next:",
+            f"  shardwise export {self.folder.path} --to model/     weights for use elsewhere",
+            "  shardwise train … --set training.max_epochs=20      longer; any key of the file can be set so",
+        ]
+        return "\n".join(lines)
+
+    def _line(self, step: int, record: dict[str, Any]) -> str:
+        total = self.session.total_steps
+        parts = [f"step {step:>{len(str(total))}}/{total}"]
+        if record["loss"] is not None:
+            parts.append(f"loss {record['loss']:.4f}")
+        parts += [f"lr {record['lr']:.2e}", f"grad {record['grad_norm']:.3g}"]
+        if "samples_per_second" in record:
+            parts.append(f"{short(record['samples_per_second'])} samples/s")
+            if self.session.task.unit != "samples":
+                parts.append(f"{short(record['counts_per_second'])} {self.session.task.unit}/s")
+            mfu = record["mfu"]
+            parts.append(f"MFU {mfu:.1%}" if mfu is not None else f"MFU unknown ({self.device_name})")
+            parts.append(f"{record['memory_gib']:.2f} GiB {record['memory_kind']}")
+        parts.append(f"ETA {clock(self.rates.seconds_left(total - step))}")
+        return "  ".join(parts)
+
+    def _track(self, step: int, values: dict[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+    def _recall(self) -> None:
+        """What the run had measured before it was interrupted, for the summary."""
+        for record in self.folder.metrics():
+            if "eval" in record:
+                self.before = self.before or record["eval"]
+                self.after = record["eval"]
+            elif self.first_loss is None:
+                self.first_loss = record["loss"]
+
+    def _facts(self) -> dict[str, Any]:
+        session, batching = self.session, self.session.batching
+        formula = type(session.task).flops_per_count.__doc__ if self.rates.flops_per_count else None
+        return {
+            "world": session.world.size,
+            "device": self.device_name,
+            "strategy": session.strategy,
+            "batch": {
+                "per_device": batching.batch_size,
+                "accumulation": batching.accumulation,
+                "global": batching.global_batch,
+            },
+            "total_steps": session.total_steps,
+            "mfu": {"formula": formula, "peak_flops": self.rates.peak},
+        }
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith(("_share", "_accuracy")) else f"{value:.4g}"
+
+
+def _rounded(times: dict[str, float]) -> dict[str, float]:
+    return {name: round(seconds, 6) for name, seconds in times.items()}

@@ -1,0 +1,45 @@
+"""Reading a cluster's environment: what torchrun and srun tell a process about its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+from shardwise.errors import LaunchError
+
+
+def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
+    """Whether this process is already a rank. Slurm's variables are translated into torchrun's, which PyTorch reads."""
+    environ = os.environ if environ is None else environ
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        environ.setdefault("LOCAL_RANK", "0" if environ["WORLD_SIZE"] == "1" else environ["RANK"])
+        return True
+    if not _inside_srun(environ):
+        return False
+    try:
+        environ["RANK"] = environ["SLURM_PROCID"]
+        environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+        environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
+    except KeyError as missing:
+        raise LaunchError(f"this looks like a Slurm step, but {missing} is not set; start it with srun") from None
+    environ.setdefault("MASTER_ADDR", first_host(hosts))
+    # Any port outside the ephemeral range, the same on every rank, different for jobs that share a machine.
+    environ.setdefault("MASTER_PORT", str(15000 + int(environ.get("SLURM_JOB_ID", "0")) % 15000))
+    return True
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a Slurm list: node[01-04,07] → node01."""
+    head = re.split(r",(?![^\[]*\])", nodelist.strip())[0]
+    match = re.match(r"^([^\[]*)\[([^\]]+)\](.*)$", head)
+    if not match:
+        return head
+    prefix, ranges, suffix = match.groups()
+    return prefix + re.split(r"[,-]", ranges)[0] + suffix
+
+
+def _inside_srun(environ: Mapping[str, str]) -> bool:
+    """A batch script has most of Slurm's variables too; only the tasks that srun starts have a step of several."""
+    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1

@@ -1,0 +1,122 @@
+"""The folder of a run: what was asked, where and with what it ran, and what came out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+
+import shardwise
+from shardwise.config import Config
+from shardwise.errors import LaunchError
+
+
+class RunFolder:
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.path = path
+        self.rank = rank
+        self._streams: dict[Path, IO[str]] = {}
+
+    @property
+    def rank_file(self) -> Path:
+        return self.path / "ranks" / f"rank-{self.rank:04d}.jsonl"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def claim(self, *, resume: bool, fresh: bool, command: str) -> str | None:
+        """Rank 0, before anything else: make the folder, or say why not. Returns a notice for the user, if any."""
+        notice = None
+        if (self.path / "run.json").exists() and not resume:
+            if not fresh:
+                raise LaunchError(
+                    f"{self.path} already holds a run. Go on with it:  {command} --resume auto\n"
+                    f"  or start anew and keep the old one beside:  {command} --fresh"
+                )
+            aside = next(p for n in range(1, 10_000) if not (p := Path(f"{self.path}-{n}")).exists())
+            self.path.rename(aside)
+            notice = f"the earlier run was moved to {aside}"
+        try:
+            (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"the run folder {self.path} cannot be made: {error.strerror}") from None
+        return notice
+
+    def describe(self, config: Config, facts: dict[str, Any]) -> None:
+        (self.path / "config.yaml").write_text(dump_config(config))
+        content = {
+            "shardwise": shardwise.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            **facts,
+        }
+        (self.path / "run.json").write_text(json.dumps(content, indent=1) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """A resumed run computes the steps after its checkpoint again: their old lines would stand there twice."""
+        if not self.metrics_file.exists():
+            return
+        kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
+        aside = self.metrics_file.with_suffix(".tmp")
+        aside.write_text("".join(f"{line}\n" for line in kept))
+        aside.replace(self.metrics_file)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        if not self.metrics_file.exists():
+            return []
+        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+
+    def add_metrics(self, record: dict[str, Any]) -> None:
+        self._append(self.metrics_file, record)
+
+    def add_telemetry(self, record: dict[str, Any]) -> None:
+        self._append(self.rank_file, record)
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def _append(self, file: Path, record: dict[str, Any]) -> None:
+        if file not in self._streams:
+            self._streams[file] = file.open("a")
+        self._streams[file].write(json.dumps(record) + "\n")
+        self._streams[file].flush()
+
+
+def dump_config(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def user_command() -> str:
+    """How the user called the program, to show what to type next."""
+    program = Path(sys.argv[0]).name
+    words = ["shardwise" if program in ("shardwise", "__main__.py") else f"python {os.path.relpath(sys.argv[0])}"]
+    skip_next = False
+    for word in sys.argv[1:]:
+        if skip_next or word == "--fresh" or word.startswith("--resume="):
+            skip_next = False
+        elif word == "--resume":
+            skip_next = True
+        else:
+            words.append(word)
+    return " ".join(words)
+
+
+def _step_of(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+        return sys.maxsize  # a line cut off by a kill

@@ -1,0 +1,72 @@
+"""Shared by all tests: one pool of ranks for the whole session, and no process that outlives it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.pool import RankPool
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def _pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(size=4)
+    request.session.config.stash[RankPool.key] = pool
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(_pool: RankPool, tmp_path: Path) -> RankPool:
+    """Ranks that are already running: `ranks.run(world_size, function, *args)` returns what each returned."""
+    return _pool
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test ends with the processes it began with, those of the pool aside."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    yield
+    pool: RankPool | None = request.session.config.stash.get(RankPool.key, None)
+    allowed = before | (pool.pids() if pool else set())
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in allowed and not _helper(p)]
+    gone, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, f"left behind: {[(p.pid, ' '.join(p.cmdline())[:80]) for p in alive]}"
+
+
+@pytest.fixture(autouse=True)
+def a_clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs write to runs/ in the current folder: make that a temporary one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _helper(process: psutil.Process) -> bool:
+    """multiprocessing's own tracker, one per session, is not a rank."""
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU"))

@@ -1,0 +1,87 @@
+"""A pool of processes that stay alive and are sent work: starting ranks anew for every test would take an hour."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+
+class RankPool:
+    key = pytest.StashKey["RankPool"]()
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def pids(self) -> set[int]:
+        return {process.pid for process, _ in self._workers}
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """`function(*args)` on `size` ranks at once, each with torchrun's variables set. An error of any is raised here."""
+        port = _free_port()
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((function, args, rank, size, port))
+        results: list[Any] = []
+        problems: list[str] = []
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            if not pipe.poll(timeout):
+                raise TimeoutError(f"rank {rank} of {size} did not answer within {timeout} s")
+            good, value = pipe.recv()
+            results.append(value)
+            if not good:
+                problems.append(f"rank {rank}: {value}")
+        if problems:
+            raise RankFailure("\n".join(problems))
+        return results
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised; the message holds every traceback."""
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, size, port = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(answer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

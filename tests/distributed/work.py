@@ -1,0 +1,76 @@
+"""What the ranks of the pool are asked to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from shardwise.config import Config
+from shardwise.engine import step as step_module
+from shardwise.engine.fit import fit
+from shardwise.engine.session import Session
+from tests.tasks import config_of
+
+Record = dict[str, Any]
+
+
+def train(text: str, overrides: list[str], *, steps: int | None = None, resume: str | None = None, save: bool = False,
+          per_rank_mean: bool = False, evaluate: bool = False) -> Record:  # fmt: skip
+    """Train through the five verbs. Returns per-step loss and gradient norm, the sample ids, and the final weights."""
+    config = config_of(text, overrides)
+    original = step_module.loss_weight
+    if per_rank_mean:  # the mistake that rule 1 is about: every micro-batch divided by its own count
+        micro_batches = config.training.gradient_accumulation or 1
+        step_module.loss_weight = lambda world, global_count, micro_count: 1 / (micro_count * micro_batches)
+    try:
+        with Session(config) as session:
+            session.prepare()
+            if resume:
+                session.resume(resume)
+            record: Record = {"losses": [], "norms": [], "ids": [], "lrs": [], "from": session.steps_done}
+            for batch in session.batches():
+                if steps is not None and session.steps_done >= steps:
+                    break
+                result = session.step(batch)
+                record["losses"].append(session.loss(result))
+                record["norms"].append(result.grad_norm)
+                record["lrs"].append(result.lr)
+                record["ids"].append(batch.ids)
+            record["weights"] = full_weights(session)
+            record["metrics"] = session.evaluate() if evaluate else {}
+            record["skipped"] = session.skipped_steps
+            if save:
+                record["checkpoint"] = str(session.save(record["metrics"]))
+            return record
+    finally:
+        step_module.loss_weight = original
+
+
+def full_weights(session: Session) -> dict[str, torch.Tensor]:
+    """The whole model on every rank, whatever the strategy."""
+    options = StateDictOptions(full_state_dict=True)
+    state = get_model_state_dict(session.parts.spread.module, options=options)
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+
+def run_fit(text: str, overrides: list[str], folder: str, **options: Any) -> Record:
+    """The whole loop of `shardwise train`, in a folder."""
+    os.chdir(folder)
+    outcome = fit(config_of(text, overrides), **options)
+    return {"before": outcome.before, "after": outcome.after, "steps": outcome.steps, "stopped": outcome.stopped}
+
+
+def with_session(text: str, overrides: list[str], action: Any, *args: Any) -> Any:
+    """Prepare a session and hand it to a function of the test's own."""
+    config: Config = config_of(text, overrides)
+    with Session(config) as session:
+        session.prepare()
+        return action(session, *args)
+
+
+def folder_of(path: Path) -> list[str]:
+    return [f"run_dir={path}"]

@@ -1,0 +1,129 @@
+"""Tasks that tests train: small enough for a thousand steps, awkward enough to show mistakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from shardwise.config import Block, Config, DataBlock, parse_config
+from shardwise.tasks import Loss, Task
+
+
+def config_of(text: str, overrides: list[str] | None = None) -> Config:
+    return parse_config(text, overrides or [], name="test")
+
+
+class RaggedData(DataBlock):
+    samples: int = Field(53, ge=1, description="A number that divides by nothing.")
+
+
+class RaggedModel(Block):
+    width: int = Field(16, ge=1, description="Width.")
+    layers: int = Field(3, ge=1, description="Blocks.")
+    tied: bool = Field(True, description="Input and output share weights.")
+    dropout: float = Field(0.0, ge=0, description="Dropout.")
+
+
+class Ragged(Task):
+    """A toy language model on sequences of very different lengths: the count differs between any two micro-batches."""
+
+    Data, Model = RaggedData, RaggedModel
+    unit = "tokens"
+    vocabulary = 29
+
+    def train_data(self) -> list[Tensor]:
+        return sequences(self.config.data.samples, seed=1)  # type: ignore[attr-defined]
+
+    def valid_data(self) -> list[Tensor]:
+        return sequences(11, seed=2)
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        return {"ids": nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=-1)}
+
+    def count(self, batch: dict[str, Tensor]) -> int:
+        return int((batch["ids"][:, 1:] >= 0).sum())
+
+    def build_model(self) -> nn.Module:
+        options: Any = self.config.model
+        return Toy(self.vocabulary, options.width, options.layers, options.tied, options.dropout)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        ids = batch["ids"]
+        logits = model(ids[:, :-1].clamp(min=0))
+        loss = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), ids[:, 1:].flatten(), ignore_index=-1, reduction="sum"
+        )
+        return Loss(loss, (ids[:, 1:] >= 0).sum())
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.layers)  # type: ignore[arg-type]
+
+
+class Toy(nn.Module):
+    def __init__(self, vocabulary: int, width: int, layers: int, tied: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+            for _ in range(layers)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        # Not in the state dict, as rotary frequencies are: it has to reach the other ranks all the same.
+        self.register_buffer("slope", torch.linspace(0.5, 1.5, width), persistent=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids) * self.slope
+        for layer in self.layers:
+            hidden = hidden + self.dropout(layer(hidden.cumsum(1) / 8))
+        return self.head(self.norm(hidden))
+
+
+class Deadly(Ragged):
+    """Kills its own process with SIGKILL in the forward pass of a step, where the environment says so."""
+
+    forwards = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        Deadly.forwards += model.training
+        where = os.environ.get("KILL_AT")
+        if where and where == f"{os.environ.get('RANK', '0')}:{Deadly.forwards}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+class Broken(Ragged):
+    """Raises on rank 1 at its second step."""
+
+    forwards = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        Broken.forwards += model.training
+        if os.environ.get("RANK") == "1" and Broken.forwards == 2:
+            raise ValueError("the cause")
+        return super().loss(model, batch)
+
+
+class Slow(Ragged):
+    """Takes its time, so that a test can interrupt it."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        torch.manual_seed(0)
+        import time
+
+        time.sleep(0.1)
+        return super().loss(model, batch)
+
+
+def sequences(number: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 40, (number,), generator=generator)
+    return [torch.randint(0, Ragged.vocabulary, (int(length),), generator=generator) for length in lengths]
