@@ -81,7 +81,8 @@ class Toy(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids) * self.slope
+        hidden = self.embedding(ids)
+        hidden = hidden * self.slope.to(hidden.dtype)
         for layer in self.layers:
             hidden = hidden + self.dropout(layer(hidden.cumsum(1) / 8))
         return self.head(self.norm(hidden))
