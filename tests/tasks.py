@@ -68,6 +68,7 @@ class Toy(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, tied: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=0.1)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
             for _ in range(layers)

@@ -109,6 +109,30 @@ def test_other_precisions_learn_the_same_under_every_strategy(ranks: RankPool, s
     assert many["skipped"] == one["skipped"]
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_an_overflow_in_fp16_skips_the_step_on_every_rank_and_is_recovered_from(ranks: RankPool, strategy: str) -> None:
+    size = 1 if strategy == "single" else 2
+    overrides = [f"training.strategy={strategy}", "training.precision=16-mixed", "training.batch_size=6"]
+    results = ranks.run(size, work.with_session, CONFIG, overrides, _train_with_a_huge_scale)
+    assert results[0]["skipped"][0], "a loss scale of 2^40 must overflow"
+    assert not results[0]["skipped"][-1]
+    assert all(result == results[0] for result in results), "all ranks skip the same steps"
+    unchanged = results[0]["weight"][0] == results[0]["weight"][1]
+    assert unchanged and results[0]["weight"][-1] != results[0]["weight"][0]
+
+
+def _train_with_a_huge_scale(session: Any) -> dict[str, Any]:
+    session.parts.scaler.load_state_dict({**session.parts.scaler.state_dict(), "scale": 2.0**40})
+    record: dict[str, Any] = {"skipped": [], "weight": [float(work.full_weights(session)["norm.weight"].sum())]}
+    for _ in range(6):  # 2^40 is halved at every step until the gradients fit
+        session.cursor = type(session.cursor)(0, 0)
+        session.steps_done = 0
+        for batch in session.batches():
+            record["skipped"].append(session.step(batch).skipped)
+            record["weight"].append(float(work.full_weights(session)["norm.weight"].sum()))
+    return record
+
+
 def test_dropout_differs_between_ranks_and_repeats_with_the_seed(ranks: RankPool) -> None:
     choice = ["model.dropout=0.5", "training.strategy=ddp", "training.batch_size=6"]
     first, again = (ranks.run(2, work.train, CONFIG, choice)[0] for _ in range(2))
