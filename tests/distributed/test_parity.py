@@ -106,7 +106,6 @@ def test_other_precisions_learn_the_same_under_every_strategy(ranks: RankPool, s
     many = ranks.run(2, work.train, CONFIG, [*overrides_for(strategy, 2, 2), *choice])[0]
     assert many["losses"][-1] < many["losses"][0]
     assert many["losses"] == pytest.approx(one["losses"], rel=2e-2)
-    assert many["skipped"] == one["skipped"]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

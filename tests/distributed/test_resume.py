@@ -1,0 +1,114 @@
+"""Interrupted and resumed: the run that was never interrupted, bit for bit; on other ranks, the same curve."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import work
+from tests.distributed.pool import RankPool
+from tests.distributed.test_parity import assert_same_curve
+
+CONFIG = """
+task: tests.tasks:Ragged
+training:
+  total_batch_size: 12
+  batch_size: 3
+  gradient_clip: 0.5
+  max_epochs: 2
+  optimizer: {name: adamw, lr: 0.01, weight_decay: 0.1}
+  scheduler: {name: cosine_warmup, warmup_steps: 3}
+"""
+STEPS = 10
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_resumed_at_any_step_it_is_bit_for_bit_the_uninterrupted_run(
+    ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    """With dropout, so that random states matter, and in fp16, so that the scaler does."""
+    size = 1 if strategy == "single" else 2
+    overrides = [f"training.strategy={strategy}", "model.dropout=0.2", "training.precision=16-mixed"]
+    whole = ranks.run(size, work.train, CONFIG, overrides)[0]
+    assert len(whole["losses"]) == STEPS
+    for step in range(STEPS + 1):
+        folder = [*overrides, f"run_dir={tmp_path / str(step)}"]
+        head = ranks.run(size, functools.partial(work.train, steps=step, save=True), CONFIG, folder)[0]
+        tail = ranks.run(size, functools.partial(work.train, resume="latest"), CONFIG, folder)[0]
+        assert tail["from"] == step
+        assert head["losses"] + tail["losses"] == whole["losses"]
+        assert head["norms"] + tail["norms"] == whole["norms"]
+        assert head["ids"] + tail["ids"] == whole["ids"]
+        assert head["lrs"] + tail["lrs"] == whole["lrs"]
+        for name, weight in whole["weights"].items():
+            assert torch.equal(tail["weights"][name], weight), f"{name} differs after resuming at step {step}"
+
+
+def test_resumed_on_four_two_and_one_ranks_and_across_strategies_the_curve_goes_on(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    whole = ranks.run(1, work.train, CONFIG, ["training.strategy=single", *work.folder_of(tmp_path / "whole")])[0]
+    legs = [(4, "ddp", 2), (2, "fsdp", 4), (1, "single", 6), (4, "fsdp", 8), (2, "ddp", 10)]
+    folder = work.folder_of(tmp_path / "legs")
+    parts: list[dict[str, Any]] = []
+    for size, strategy, until in legs:
+        job = functools.partial(work.train, steps=until, resume="auto", save=True)
+        parts.append(ranks.run(size, job, CONFIG, [f"training.strategy={strategy}", *folder])[0])
+    joined = {key: [value for part in parts for value in part[key]] for key in ("losses", "norms", "lrs")}
+    assert_same_curve({**joined, "weights": parts[-1]["weights"]}, whole)
+
+
+def test_every_sample_of_an_epoch_is_used_once_across_a_change_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    folder = work.folder_of(tmp_path)
+    seen: list[int] = []
+    for size, until in ((4, 2), (1, 3), (2, 5)):
+        job = functools.partial(work.train, steps=until, resume="auto", save=True)
+        for result in ranks.run(size, job, CONFIG, [f"training.strategy={'single' if size == 1 else 'ddp'}", *folder]):
+            seen += [index for ids in result["ids"] for index in ids]
+    assert sorted(seen) == list(range(53))
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=ddp", "training.save_top_k=0", *work.folder_of(tmp_path)]
+    ranks.run(2, functools.partial(work.train, steps=3, save=True), CONFIG, folder)
+    keep = tmp_path / "keep"
+    shutil.copytree(tmp_path / "checkpoints" / "step-00000003", keep)
+    ranks.run(2, functools.partial(work.train, steps=6, save=True, resume="latest"), CONFIG, folder)
+    shutil.copytree(keep, tmp_path / "checkpoints" / "step-00000003")
+    shard = next((tmp_path / "checkpoints" / "step-00000006").glob("__*"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    result = ranks.run(2, functools.partial(work.train, resume="auto"), CONFIG, folder)[0]
+    assert result["from"] == 3
+    assert (tmp_path / "checkpoints" / "damaged-step-00000006").is_dir()
+
+
+def test_a_checkpoint_of_other_data_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=single", *work.folder_of(tmp_path)]
+    ranks.run(1, functools.partial(work.train, steps=2, save=True), CONFIG, folder)
+    with pytest.raises(AssertionError, match="53 training samples and seed 0, but there are 54"):
+        ranks.run(1, functools.partial(work.train, resume="auto"), CONFIG, [*folder, "data.samples=54"])
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_reason(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=ddp", *work.folder_of(tmp_path)]
+    ranks.run(2, functools.partial(work.train, steps=2, save=True), CONFIG, folder)
+    with pytest.raises(AssertionError, match="does not fit this model"):
+        ranks.run(2, functools.partial(work.train, resume="auto"), CONFIG, [*folder, "model.width=32"])
+
+
+def test_a_changed_setting_of_the_optimizer_counts_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=single", *work.folder_of(tmp_path)]
+    ranks.run(1, functools.partial(work.train, steps=2, save=True), CONFIG, folder)
+    assert ranks.run(1, work.with_session, CONFIG, [*folder, "training.optimizer.weight_decay=0.5"], _decay) == [[0.5, 0.0]]
+
+
+def _decay(session: Any) -> list[float]:
+    session.resume("latest")
+    return [group["weight_decay"] for group in session.parts.optimizer.param_groups]
