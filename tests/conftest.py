@@ -36,7 +36,7 @@ def no_process_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]
     pool: RankPool | None = request.session.config.stash.get(RankPool.key, None)
     allowed = before | (pool.pids() if pool else set())
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in allowed and not _helper(p)]
-    gone, alive = psutil.wait_procs(left, timeout=10)
+    _, alive = psutil.wait_procs(left, timeout=10)
     assert not alive, f"left behind: {[(p.pid, ' '.join(p.cmdline())[:80]) for p in alive]}"
 
 

@@ -106,7 +106,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_reason(ranks: RankPoo
 def test_a_changed_setting_of_the_optimizer_counts_after_a_resume(ranks: RankPool, tmp_path: Path) -> None:
     folder = ["training.strategy=single", *work.folder_of(tmp_path)]
     ranks.run(1, functools.partial(work.train, steps=2, save=True), CONFIG, folder)
-    assert ranks.run(1, work.with_session, CONFIG, [*folder, "training.optimizer.weight_decay=0.5"], _decay) == [[0.5, 0.0]]
+    assert ranks.run(1, work.with_session, CONFIG, [*folder, "training.optimizer.weight_decay=0.5"], _decay) == [
+        [0.5, 0.0]
+    ]
 
 
 def _decay(session: Any) -> list[float]:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardwise.checkpoint.manifest import FileEntry, entry_of, read_manifest
 from shardwise.checkpoint.store import CheckpointStore
@@ -42,7 +44,9 @@ class Progress:
             fields = dict(read_manifest(folder)["progress"])
             return cls(**{**fields, "cursor": Cursor(**fields["cursor"])})
         except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"checkpoint {folder} was not written by this version of shardwise: {error}") from None
+            raise CheckpointError(
+                f"checkpoint {folder} was not written by this version of shardwise: {error}"
+            ) from None
 
 
 def save_from(
@@ -54,9 +58,11 @@ def save_from(
     weights, moments = _state_of(model, optimizer)
     try:
         with _quiet():
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
-    except (dcp.api.CheckpointException, OSError) as error:
-        raise CheckpointError(f"the checkpoint of step {progress.step} could not be written to {aside}: {error}") from error
+            save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {progress.step} could not be written to {aside}: {error}"
+        ) from error
     own = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
     if world.is_first:
         own[".metadata"] = entry_of(aside / ".metadata")
@@ -65,7 +71,9 @@ def save_from(
         files.update(part)
     final = _together(
         world,
-        lambda: store.commit(progress.step, files, json.loads(json.dumps(asdict(progress)))) if world.is_first else None,
+        lambda: (
+            store.commit(progress.step, files, json.loads(json.dumps(asdict(progress)))) if world.is_first else None
+        ),
         "commit the checkpoint",
     )
     return store.folder / f"step-{progress.step:08d}" if final is None else final
@@ -84,8 +92,8 @@ def load_into(
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         with _quiet():
-            dcp.load(state, checkpoint_id=path, no_dist=not world.connected)
-    except (dcp.api.CheckpointException, RuntimeError, KeyError) as error:
+            load(state, checkpoint_id=path, no_dist=not world.connected)
+    except (CheckpointException, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
             "config? `--fresh` starts anew and keeps the old run beside"
@@ -100,7 +108,7 @@ def load_model(model: nn.Module, path: Path) -> None:
     """Load the weights alone into a whole model in this process, whatever strategy wrote them."""
     state = {"model": model.state_dict()}
     with _quiet():
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state["model"])
 
 
@@ -145,7 +153,7 @@ def _together(world: World, action: Any, purpose: str) -> Any:
 
 
 def _first_cause(error: BaseException) -> str:
-    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException) and error.failures:
         first = next(iter(error.failures.values()))[0]
         return str(first).splitlines()[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__

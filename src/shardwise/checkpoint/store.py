@@ -53,7 +53,7 @@ class CheckpointStore:
             shutil.rmtree(replaced)
         return final
 
-    def list(self) -> list[Found]:
+    def every(self) -> list[Found]:
         """The checkpoints in place, oldest first. Their contents are not checked here."""
         if not self.folder.is_dir():
             return []
@@ -74,14 +74,16 @@ class CheckpointStore:
 
         Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays.
         """
-        complaints = []
-        for found in reversed(self.list()):
+        complaints: list[str] = []
+        for found in reversed(self.every()):
             problems = problems_of(found.path)
             if not problems:
                 return found.path, complaints
             damaged = self._free_name(f"damaged-{found.path.name}")
             found.path.rename(damaged)
-            complaints.append(f"checkpoint {found.path} is damaged and set aside as {damaged.name}: {'; '.join(problems)}")
+            complaints.append(
+                f"checkpoint {found.path} is damaged and set aside as {damaged.name}: {'; '.join(problems)}"
+            )
         return None, complaints
 
     def named(self, path: Path) -> Path:
@@ -105,7 +107,7 @@ class CheckpointStore:
 
     def retire(self, *, keep_best: int, mode: str) -> None:
         """Keep the last and the best few; the rest goes. A folder is renamed before it is deleted."""
-        every = self.list()
+        every = self.every()
         kept = {found.path for found in every[-1:]} | {found.path for found in self._by_metric(mode)[:keep_best]}
         for found in every:
             if found.path not in kept:
@@ -114,7 +116,7 @@ class CheckpointStore:
                 shutil.rmtree(doomed)
 
     def _by_metric(self, mode: str) -> list[Found]:
-        scored = [found for found in self.list() if found.metric is not None]
+        scored = [found for found in self.every() if found.metric is not None]
         sign = 1 if mode == "min" else -1
         return sorted(scored, key=lambda found: (sign * (found.metric or 0.0), found.step))
 

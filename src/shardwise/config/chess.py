@@ -49,10 +49,14 @@ class ChessModel(Block):
     hidden_dim: int = Field(128, ge=1, description="From scratch: width.")
     num_layers: int = Field(4, ge=1, description="From scratch: blocks.")
     num_heads: int = Field(4, ge=1, description="From scratch: attention heads; must divide hidden_dim.")
-    intermediate_dim: int | None = Field(None, ge=1, description="From scratch: width of the MLP; default 4 × hidden_dim.")
+    intermediate_dim: int | None = Field(
+        None, ge=1, description="From scratch: width of the MLP; default 4 × hidden_dim."
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="From scratch, where the architecture has it.")
     tie_embeddings: bool = Field(True, description="From scratch: input and output embedding share their weights.")
-    extra: dict[str, Any] = Field({}, description="From scratch: further fields of the Hugging Face config, as they are.")
+    extra: dict[str, Any] = Field(
+        {}, description="From scratch: further fields of the Hugging Face config, as they are."
+    )
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ChessModel:

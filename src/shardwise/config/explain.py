@@ -97,7 +97,7 @@ def _real_keys(loc: tuple[int | str, ...], values: Any) -> KeyPath:
     """Pydantic adds the names of union members to a path; keep what stands in the file."""
     path: list[int | str] = []
     for index, part in enumerate(loc):
-        if isinstance(values, dict) and (part in values or index == len(loc) - 1 and not _is_union_tag(part)):
+        if isinstance(values, dict) and (part in values or (index == len(loc) - 1 and not _is_union_tag(part))):
             path.append(part)
             values = values.get(part)
         elif isinstance(values, list) and isinstance(part, int):

@@ -100,11 +100,14 @@ Logger = Literal["tensorboard", "wandb", "none"]
 
 class Training(Block):
     strategy: Annotated[Strategy | None, BeforeValidator(_refuse_later)] = Field(
-        None, description="How the model is spread. Default: fsdp with an fsdp block, ddp on several devices, else single."
+        None,
+        description="How the model is spread. Default: fsdp with an fsdp block, ddp on several devices, else single.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
     num_gpus: int | None = Field(
-        None, ge=1, description="Devices in total, over all machines. Default: every local device; without a GPU, two CPU ranks."
+        None,
+        ge=1,
+        description="Devices in total, over all machines. Default: every local device; without a GPU, two CPU ranks.",
     )
     num_nodes: int = Field(1, ge=1, description="Machines that `num_gpus` is spread over.")
     precision: Annotated[Precision, BeforeValidator(_refuse_later)] = Field(
@@ -113,7 +116,9 @@ class Training(Block):
     batch_size: int = Field(8, ge=1, description="Samples per device and micro-batch.")
     gradient_accumulation: int | None = Field(None, ge=1, description="Micro-batches per step; default 1.")
     total_batch_size: int | None = Field(
-        None, ge=1, description="Samples per step over all devices, instead of gradient_accumulation; must divide evenly."
+        None,
+        ge=1,
+        description="Samples per step over all devices, instead of gradient_accumulation; must divide evenly.",
     )
     lr_scaling: Literal["none", "linear"] = Field(
         "none", description="linear multiplies the rate by the effective batch size over base_batch_size."
@@ -147,7 +152,9 @@ class Training(Block):
                 "gradient_accumulation and total_batch_size are two ways to say one thing: give one of them"
             )
         if self.lr_scaling == "linear" and self.base_batch_size is None:
-            raise ValueError("lr_scaling: linear needs base_batch_size, the batch size that optimizer.lr was chosen for")
+            raise ValueError(
+                "lr_scaling: linear needs base_batch_size, the batch size that optimizer.lr was chosen for"
+            )
         if self.strategy in ("single", "ddp") and self.fsdp is not None:
             raise ValueError(f"strategy: {self.strategy} contradicts the fsdp block: leave one of them out")
         if self.strategy == "single" and (self.num_gpus or 1) > 1:

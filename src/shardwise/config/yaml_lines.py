@@ -63,7 +63,7 @@ _Loader.add_implicit_resolver(
 def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
     if isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
-            key = path + (str(key_node.value),)
+            key = (*path, str(key_node.value))
             line = key_node.start_mark.line + 1
             if key in lines:
                 raise ConfigError(

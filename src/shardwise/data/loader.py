@@ -55,7 +55,11 @@ class MicroBatch:
         return replace(self, inputs=_map_tensors(self.inputs, lambda tensor: tensor.to(device, non_blocking=True)))
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        _map_tensors(self.inputs, lambda tensor: tensor.record_stream(stream) or tensor)
+        def record(tensor: torch.Tensor) -> torch.Tensor:
+            tensor.record_stream(stream)
+            return tensor
+
+        _map_tensors(self.inputs, record)
 
 
 @dataclass
@@ -228,7 +232,7 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 @contextmanager
 def _seeded(key: tuple[int, int, int]) -> Iterator[None]:
     """Whatever a data set draws from the usual generators follows from the key; they are left as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     words = np.random.SeedSequence(key).generate_state(2)
     random.seed(int(words[0]))
     np.random.seed(words[0])

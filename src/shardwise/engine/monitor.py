@@ -74,10 +74,14 @@ class Monitor:
         self.rates.add(result.samples, result.global_count)
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
-            self.console.say(f"step {done}: gradient not finite, step skipped (all ranks; {session.skipped_steps} so far)")
+            self.console.say(
+                f"step {done}: gradient not finite, step skipped (all ranks; {session.skipped_steps} so far)"
+            )
         due = done % every == 0 or done == 1 or done == session.total_steps
         if not due:
-            self.console.show(self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss}))
+            self.console.show(
+                self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss})
+            )
             return
         self.last_loss = session.loss(result)
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss

@@ -1,12 +1,12 @@
 """Session: the five verbs on which everything that trains is built.
 
-    with Session("chess.yaml") as session:      take this process's place among the ranks
-        session.prepare()                       build the model once, spread it, make optimizer and data
-        session.resume()                        go on from the last whole checkpoint, if there is one
-        for batch in session.batches():         this rank's share of each global batch
-            session.step(batch)                 one optimizer step
-            if session.steps_done % 100 == 0:
-                session.save()                  all ranks together
+with Session("chess.yaml") as session:      take this process's place among the ranks
+    session.prepare()                       build the model once, spread it, make optimizer and data
+    session.resume()                        go on from the last whole checkpoint, if there is one
+    for batch in session.batches():         this rank's share of each global batch
+        session.step(batch)                 one optimizer step
+        if session.steps_done % 100 == 0:
+            session.save()                  all ranks together
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:

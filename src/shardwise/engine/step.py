@@ -1,10 +1,10 @@
 """The training step. Everything that trains goes through `run_step`: the command line, a user's own loop, the tests.
 
-    take k micro-batches from the cursor
-    agree: all-reduce (sum of counts, stop flag, bad-value flag)                    one tiny collective
-    for each micro-batch: forward, loss.sum * world / global_count, backward        gradients reduced on the last only
-    clip by the true global norm
-    optimizer.step, schedule.step
+take k micro-batches from the cursor
+agree: all-reduce (sum of counts, stop flag, bad-value flag)                    one tiny collective
+for each micro-batch: forward, loss.sum * world / global_count, backward        gradients reduced on the last only
+clip by the true global norm
+optimizer.step, schedule.step
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from shardwise.engine.seeds import STEP, seed_everything
 from shardwise.errors import NonFiniteError, ShardwiseError
 from shardwise.parallel import Spread, World
 from shardwise.tasks import Task
-
 
 SMALLEST_SCALE = 2.0**-24
 """A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
@@ -69,7 +68,9 @@ class StepResult:
     """Seconds in each phase: wait for data, agree, compute, update."""
 
 
-def run_step(parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, bad: list[int] | None = None) -> StepResult:
+def run_step(
+    parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, bad: list[int] | None = None
+) -> StepResult:
     """One optimizer step on one global batch.
 
     `stop`: this rank was asked to stop. `bad`: this rank's loss of the step before, on these samples, was not finite.
@@ -84,7 +85,9 @@ def run_step(parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, b
     if stops:
         return StepResult(step, stopped=True)
     if not count:
-        raise ShardwiseError(f"step {step}: no rank has anything to count: the task's count(batch) is 0 for the whole batch")
+        raise ShardwiseError(
+            f"step {step}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
+        )
 
     seed_everything(parts.config.seed, STEP, step, world.rank)  # dropout differs between ranks, and resumes
     parts.spread.model.train()
@@ -105,7 +108,9 @@ def run_step(parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, b
     parts.scaler.unscale_(parts.optimizer)
     grads = gradients(parts.parameters)
     if not grads:
-        raise ShardwiseError(f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?")
+        raise ShardwiseError(
+            f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?"
+        )
     norm, loss_sum = torch.stack([global_norm(grads), torch.stack(losses).sum()]).tolist()
     result = StepResult(
         step,

@@ -42,4 +42,6 @@ def first_host(nodelist: str) -> str:
 
 def _inside_srun(environ: Mapping[str, str]) -> bool:
     """A batch script has most of Slurm's variables too; only the tasks that srun starts have a step of several."""
-    return "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return (
+        "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    )

@@ -21,7 +21,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
@@ -30,6 +32,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.config import Config
 from shardwise.errors import LaunchError, ShardwiseError
+
+STOPPED = 130
+"""The exit code of a rank, and of the program, that was asked to stop and did."""
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
@@ -53,9 +58,9 @@ def local_rank_count(config: Config, *, cuda_devices: int) -> int:
     return 2 if on_cpu else max(1, cuda_devices)
 
 
-def run_ranks(entry: Callable[..., Any], args: tuple[Any, ...], count: int) -> dict[int, Any]:
-    """Run `entry(*args)` in `count` new processes. Returns what each rank returned."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+def run_ranks(entry: Callable[..., int], args: tuple[Any, ...], count: int) -> dict[int, int]:
+    """Run `entry(*args)` in `count` new processes. Returns the exit code of each rank."""
+    _silence_the_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     # The ranks have a rendezvous store of their own: with a shared one, a restarted rank can dial a dead peer (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -70,6 +75,7 @@ def run_ranks(entry: Callable[..., Any], args: tuple[Any, ...], count: int) -> d
             max_restarts=0,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch, redirects=Std.NONE, tee=Std.NONE),
+            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is ours: see _interrupts_as_sigterm
         )
         try:
             return elastic_launch(launch, _rank)(entry, args, scratch, os.getpid())
@@ -101,16 +107,20 @@ class RankError:
     """It failed because another rank went away."""
 
 
-def _rank(entry: Callable[..., Any], args: tuple[Any, ...], scratch: str, parent: int) -> Any:
+def _rank(entry: Callable[..., int], args: tuple[Any, ...], scratch: str, parent: int) -> int:
     _die_with(parent)
     try:
-        return entry(*args)
-    except KeyboardInterrupt:
-        return None
+        code = entry(*args)
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):  # asked twice
+            os._exit(STOPPED)
         record_failure(error, Path(scratch), int(os.environ["RANK"]))
-        sys.stderr = open(os.devnull, "w")  # the agent would print this rank's traceback; the parent says it once
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - the parent says it once, the agent must not
         raise
+    if code == STOPPED:  # the agent no longer reads results: returning would wait for it
+        sys.stdout.flush()
+        os._exit(STOPPED)
+    return code
 
 
 def record_failure(error: BaseException, folder: Path, rank: int) -> None:
@@ -133,7 +143,7 @@ def peer_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and any(mark in str(error) for mark in marks)
 
 
-def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> LaunchError:
+def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> Exception:
     errors = [RankError(**json.loads(file.read_text())) for file in scratch.glob("error-*.json")]
     real = sorted((error for error in errors if not error.peer_lost), key=lambda error: error.when)
     if real:
@@ -143,6 +153,8 @@ def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> L
         return LaunchError(f"rank {first.rank} failed:\n{first.trace}")
     silent = sorted(set(range(count)) - {error.rank for error in errors})
     rank, died = failure.get_first_failure()
+    if not errors and died.exitcode == STOPPED:  # one rank was told to stop, and all did
+        return Interrupted(signal.SIGTERM)
     if errors and silent:
         rank = silent[0]
     code = died.exitcode if rank == died.local_rank else None
@@ -156,17 +168,27 @@ def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> L
 @contextmanager
 def _interrupts_as_sigterm() -> Iterator[list[int]]:
     """Ctrl-C goes to every process of the terminal. The ranks must not see it, or they would break off in the middle of
-    a collective: it is blocked, which they inherit, and a thread hands it to the agent as SIGTERM."""
+    a collective: it is blocked here, which they inherit, and handed to the agent as SIGTERM.
+
+    A signal that this thread blocks goes to any other that does not, and then to the handler; if there is none, to the
+    thread that waits for it.
+    """
     seen: list[int] = []
     done = threading.Event()
 
+    def hand_on(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
+        seen.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def wait() -> None:
         while not done.is_set():
-            if signal.sigtimedwait({signal.SIGINT}, 0.2) and not done.is_set():
-                seen.append(signal.SIGINT)
-                os.kill(os.getpid(), signal.SIGTERM)
+            if signal.sigtimedwait({signal.SIGINT}, 0.2):
+                hand_on()
 
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Starting multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
+    resource_tracker.ensure_running()
+    before = signal.signal(signal.SIGINT, hand_on)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     waiter = threading.Thread(target=wait, name="ctrl-c", daemon=True)
     waiter.start()
     try:
@@ -174,7 +196,15 @@ def _interrupts_as_sigterm() -> Iterator[list[int]]:
     finally:
         done.set()
         waiter.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _silence_the_agent() -> None:
+    """What it has to say about failures, we say better. Each of its loggers has a level of its own."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def _die_with(parent: int) -> None:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Spread:
         Python's lock, on which the group's own thread may be waiting (torch 2.13: a hang at exit, now and then)."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.logger = None
-            self.model.reducer = None
+            self.model.reducer = None  # type: ignore[assignment]
 
 
 def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Training, world: World) -> Spread:
@@ -132,7 +133,7 @@ def _build_shape(build: Build) -> nn.Module:
 class _Weights:
     """The parameters and buffers that rank 0 made; empty on the others."""
 
-    state: dict[str, torch.Tensor]
+    state: dict[str, Any]
     buffers: dict[str, torch.Tensor]
 
 
@@ -159,9 +160,7 @@ def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
 
 
-def _shard(
-    model: nn.Module, units: list[nn.Module], weights: _Weights, training: Training, world: World
-) -> Spread:
+def _shard(model: nn.Module, units: list[nn.Module], weights: _Weights, training: Training, world: World) -> Spread:
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(training.precision)
     # Gradients are reduced in fp32 even where the compute type is narrower.
@@ -192,10 +191,10 @@ def _replicate(module: nn.Module, training: Training, world: World) -> Spread:
     model = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=training.ddp.bucket_cap_mb,  # type: ignore[arg-type]
+        bucket_cap_mb=training.ddp.bucket_cap_mb,
         static_graph=training.ddp.static_graph,
         gradient_as_bucket_view=True,
-        **{_BUFFER_OPTION: bool(changing)},
+        **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
     )
     return Spread(model, module)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from shardwise.errors import LaunchError
 
@@ -37,7 +38,7 @@ class World:
         if connect:
             # CPU tensors go over gloo on CUDA too: agreeing on counts and flags must not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-            store = dist.HashStore() if size == 1 and "MASTER_ADDR" not in os.environ else None
+            store = HashStore() if size == 1 and "MASTER_ADDR" not in os.environ else None
             dist.init_process_group(
                 backend,
                 store=store,

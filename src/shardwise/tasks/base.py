@@ -69,8 +69,8 @@ class Task(ABC):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks: units of sharding and of activation checkpointing. Default: the longest ModuleList."""
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return list(max(lists, key=len)) if lists else []
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return max(lists, key=len, default=[])
 
     def flops_per_count(self, model: nn.Module) -> float | None:
         """Floating-point operations of a training step per counted unit, for MFU; None when no formula is known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ class Tracker(Protocol):
 
 
 def open_trackers(config: Config, folder: Path) -> list[Tracker]:
-    makers = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+    makers: dict[str, Callable[[Config, Path], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
     return [makers[name](config, folder) for name in config.training.loggers]
 
 

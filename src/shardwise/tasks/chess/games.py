@@ -125,7 +125,9 @@ def _text_of(line: str, column: str, where: str) -> str:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error.msg}); each line is an object like {{\"{column}\": …}}") from None
+        raise DataError(
+            f'{where}: not valid JSON ({error.msg}); each line is an object like {{"{column}": …}}'
+        ) from None
     text = record.get(column) if isinstance(record, dict) else None
     if not isinstance(text, str) or not text.strip():
         keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__

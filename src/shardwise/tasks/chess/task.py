@@ -18,7 +18,7 @@ from shardwise.errors import DataError
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.games import load_games, read_move
 from shardwise.tasks.chess.model import build_language_model
-from shardwise.tasks.chess.tokens import Encoded, Tokenizer, build_tokenizer
+from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
 
 IGNORED = -100
 POSITIONS_PER_GAME = 4
@@ -30,7 +30,7 @@ class ChessTask(Task):
     unit = "tokens"
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> GameTokenizer:
         return build_tokenizer(self._tokenizer_options, self._model_options)
 
     @cached_property
@@ -114,9 +114,7 @@ class ChessTask(Task):
         return model(input_ids=ids).logits
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Loss:
-        flat = F.cross_entropy(
-            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return Loss(flat, (targets != IGNORED).sum())
 
     def _legal_now(self, choices: list[list[int]], games: list[Encoded]) -> list[bool]:
@@ -172,7 +170,7 @@ class ChessTask(Task):
 class _Games:
     """Texts, tokenised when they are read."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, max_seq_len: int, *, with_moves: bool) -> None:
+    def __init__(self, texts: Sequence[str], tokenizer: GameTokenizer, max_seq_len: int, *, with_moves: bool) -> None:
         self.texts, self.tokenizer, self.max_seq_len, self.with_moves = texts, tokenizer, max_seq_len, with_moves
 
     def __len__(self) -> int:
@@ -183,7 +181,9 @@ class _Games:
         try:
             encoded = self.tokenizer.encode(text, with_moves=self.with_moves)
         except ValueError as error:
-            raise DataError(f"game {index} cannot be read as moves of chess: {error}. It begins: {text[:60]!r}") from None
+            raise DataError(
+                f"game {index} cannot be read as moves of chess: {error}. It begins: {text[:60]!r}"
+            ) from None
         ids = encoded.ids[: self.max_seq_len]
         if len(ids) < 2:
             raise DataError(f"game {index} has fewer than two tokens, so there is nothing to predict: {text[:60]!r}")

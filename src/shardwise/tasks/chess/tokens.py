@@ -24,7 +24,7 @@ class Encoded:
     spans: list[tuple[int, int]]
 
 
-class Tokenizer(Protocol):
+class GameTokenizer(Protocol):
     pad_id: int
     size: int
     tokens_per_move: int
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
     def save(self, folder: Path) -> None: ...
 
 
-def build_tokenizer(options: ChessTokenizer, model: ChessModel) -> Tokenizer:
+def build_tokenizer(options: ChessTokenizer, model: ChessModel) -> GameTokenizer:
     strategy = options.strategy or ("pretrained" if model.name else "moves")
     if strategy == "moves":
         return MoveTokenizer()
@@ -75,13 +75,13 @@ class MoveTokenizer:
 
     def save(self, folder: Path) -> None:
         """As a Hugging Face tokenizer, so that the exported model is usable without shardwise."""
-        from tokenizers import Tokenizer as FastTokenizer
+        from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
         from tokenizers.pre_tokenizers import WhitespaceSplit
         from tokenizers.processors import TemplateProcessing
         from transformers import PreTrainedTokenizerFast
 
-        fast = FastTokenizer(WordLevel(self._ids, unk_token="<pad>"))
+        fast = Tokenizer(WordLevel(self._ids, unk_token="<pad>"))
         fast.pre_tokenizer = WhitespaceSplit()
         fast.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", self.bos_id)])
         PreTrainedTokenizerFast(
