@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: every file with its size and checksum. Without a matching one, nothing is loaded."""
+"""The manifest of a checkpoint: every file with its size and checksum, and its own. Without it, nothing is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_manifest(folder: Path, files: dict[str, FileEntry], progress: dict[str
         "files": {name: asdict(entry) for name, entry in sorted(files.items())},
     }
     file = folder / NAME
-    file.write_text(json.dumps(content, indent=1))
+    file.write_text(_sealed(content))
     flush(file)
     flush(folder)
 
@@ -40,14 +40,23 @@ def write_manifest(folder: Path, files: dict[str, FileEntry], progress: dict[str
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The content of a manifest; ValueError says what is wrong with it."""
     try:
-        content = json.loads((folder / NAME).read_text())
+        text = (folder / NAME).read_text()
+        content = json.loads(text)
     except FileNotFoundError:
         raise ValueError("there is no manifest, so it was never finished") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"the manifest cannot be read: {error}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"the manifest is not of version {VERSION}")
+    if text != _sealed({key: value for key, value in content.items() if key != "sha256"}):
+        raise ValueError("the manifest has changed: its checksum does not match")
     return content
+
+
+def _sealed(content: dict[str, Any]) -> str:
+    """The text of a manifest, with a checksum of everything else in it: it guards the files, this guards it."""
+    checksum = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+    return json.dumps({**content, "sha256": checksum}, indent=1)
 
 
 def problems_of(folder: Path) -> list[str]:

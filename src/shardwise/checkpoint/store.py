@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from shardwise.checkpoint.manifest import FileEntry, flush, problems_of, read_ma
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"^step-(\d{8,})$")
+_REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class CheckpointStore:
         for name in files:
             flush(aside / name)
         write_manifest(aside, files, progress)
-        replaced = self.folder / f".replaced-step-{step:08d}"
+        replaced = self.folder / f"{_REPLACED}{final.name}"
         if final.exists():  # from before a resume at an earlier step
             if replaced.exists():
                 shutil.rmtree(replaced)
@@ -54,14 +56,19 @@ class CheckpointStore:
         return final
 
     def every(self) -> list[Found]:
-        """The checkpoints in place, oldest first. Their contents are not checked here."""
+        """The checkpoints in place, oldest first. Their contents are not checked here.
+
+        Where a commit was interrupted between its two renames, the one that was to be replaced still counts.
+        """
         if not self.folder.is_dir():
             return []
         found = []
-        for path in self.folder.iterdir():
-            match = _STEP.match(path.name)
-            if not match:
+        names = {path.name for path in self.folder.iterdir()}
+        for name in names:
+            match = _STEP.match(name.removeprefix(_REPLACED))
+            if not match or (name.startswith(_REPLACED) and match.group() in names):
                 continue
+            path = self.folder / name
             try:
                 metric = read_manifest(path)["progress"]["metric"]
             except (ValueError, KeyError, TypeError):
@@ -79,7 +86,7 @@ class CheckpointStore:
             problems = problems_of(found.path)
             if not problems:
                 return found.path, complaints
-            damaged = self._free_name(f"damaged-{found.path.name}")
+            damaged = self._free_name(f"damaged-{found.path.name.removeprefix(_REPLACED)}")
             found.path.rename(damaged)
             complaints.append(
                 f"checkpoint {found.path} is damaged and set aside as {damaged.name}: {'; '.join(problems)}"
@@ -111,12 +118,13 @@ class CheckpointStore:
         kept = {found.path for found in every[-1:]} | {found.path for found in self._by_metric(mode)[:keep_best]}
         for found in every:
             if found.path not in kept:
-                doomed = self.folder / f".deleting-{found.path.name}"
-                found.path.rename(doomed)
-                shutil.rmtree(doomed)
+                found.path.rename(self._free_name(f".deleting-{found.path.name}"))
+        for doomed in self.folder.glob(".deleting-*"):  # an interrupted run may have left some
+            shutil.rmtree(doomed)
 
     def _by_metric(self, mode: str) -> list[Found]:
-        scored = [found for found in self.every() if found.metric is not None]
+        # A metric that is no number compares with nothing, so it cannot be the best.
+        scored = [found for found in self.every() if found.metric is not None and not math.isnan(found.metric)]
         sign = 1 if mode == "min" else -1
         return sorted(scored, key=lambda found: (sign * (found.metric or 0.0), found.step))
 

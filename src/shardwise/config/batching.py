@@ -31,7 +31,7 @@ def resolve_batching(training: Training, world: int) -> Batching:
     per_pass = training.batch_size * world
     accumulation, rest = divmod(training.total_batch_size, per_pass)
     if rest or not accumulation:
-        raise ConfigError(_what_would_divide(training.total_batch_size, training.batch_size, world))
+        raise ConfigError(_what_would_divide(training.total_batch_size, training.batch_size, world, training.num_nodes))
     return Batching(world, training.batch_size, accumulation)
 
 
@@ -42,7 +42,7 @@ def resolve_learning_rate(training: Training, global_batch: int) -> float:
     return lr
 
 
-def _what_would_divide(total: int, batch_size: int, world: int) -> str:
+def _what_would_divide(total: int, batch_size: int, world: int, nodes: int) -> str:
     per_pass = batch_size * world
     totals = sorted({max(1, total // per_pass) * per_pass, math.ceil(total / per_pass) * per_pass})
     remedies = [f"training.total_batch_size: {' or '.join(map(str, totals))}"]
@@ -51,7 +51,8 @@ def _what_would_divide(total: int, batch_size: int, world: int) -> str:
         sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0][:4]
         remedies.append(f"training.batch_size: {' or '.join(map(str, sizes))}")
     else:
-        counts = [count for count in range(world, 0, -1) if total % (batch_size * count) == 0][:3]
+        fits = (count for count in range(world, 0, -1) if count % nodes == 0 and total % (batch_size * count) == 0)
+        counts = list(fits)[:3]
         if counts:
             remedies.append(f"training.num_gpus: {' or '.join(map(str, counts))}")
     return (

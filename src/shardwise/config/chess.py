@@ -40,7 +40,7 @@ class ChessTokenizer(Block):
         "Default: pretrained where the model has a name, else moves.",
     )
     name: str | None = Field(None, description="pretrained: hub name or folder, if not the model's.")
-    max_seq_len: int = Field(256, ge=2, description="Longer games are cut here; how many is logged.")
+    max_seq_len: int = Field(256, ge=2, description="Tokens per game at most; longer games are cut here.")
 
 
 class ChessModel(Block):

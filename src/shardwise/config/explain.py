@@ -34,6 +34,8 @@ def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> s
         return f"{key} is not a key that shardwise knows (value {_short(value)}).{_nearest(path, schema)}"
     if kind == "missing":
         return f"{key} is missing"
+    if kind == "invalid_key":
+        return f"{key}: a key must be text; put it in quotes"
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{ctx['error']}"
     return f"{key}: {_short(value)} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
@@ -45,6 +47,8 @@ def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:
         "greater_than_equal": "{ge} or more",
         "less_than": "below {lt}",
         "less_than_equal": "{le} or less",
+        "string_too_short": "text of {min_length} character(s) or more",
+        "finite_number": "a finite number",
     }
     if kind in bounds:
         return f"Allowed: {bounds[kind].format(**ctx)}"
@@ -97,9 +101,11 @@ def _real_keys(loc: tuple[int | str, ...], values: Any) -> KeyPath:
     """Pydantic adds the names of union members to a path; keep what stands in the file."""
     path: list[int | str] = []
     for index, part in enumerate(loc):
-        if isinstance(values, dict) and (part in values or (index == len(loc) - 1 and not _is_union_tag(part))):
+        last = index == len(loc) - 1 and not _is_union_tag(part)
+        # The first part is a key even where the file has none of it: a block left out may have a key that is needed.
+        if isinstance(values, dict) and (part in values or last or index == 0):
             path.append(part)
-            values = values.get(part)
+            values = values.get(part, {})
         elif isinstance(values, list) and isinstance(part, int):
             path.append(part)
             values = values[part]

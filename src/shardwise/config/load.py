@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
@@ -71,7 +71,12 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
     if str(task) in _LATER_TASKS:
         raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
     blocks = task_blocks(load_task_class(task, where))
-    return create_model("Config", __base__=Config, **{key: (model, model()) for key, model in blocks.items()})  # type: ignore[call-overload]
+    fields = {}
+    for key, model in blocks.items():
+        # An empty block as the default, checked like one in the file: the block may have keys that are needed.
+        help_text = Config.model_fields[key].description
+        fields[key] = (model, Field(default_factory=dict, description=help_text))
+    return create_model("Config", __base__=Config, **fields)  # type: ignore[call-overload]
 
 
 def load_task_class(task: Any, where: str = "config") -> Any:
@@ -80,7 +85,7 @@ def load_task_class(task: Any, where: str = "config") -> Any:
         raise ConfigError(f"{where}: task: own is for a loop of your own: give session.prepare() model, data and loss")
     path = BUILT_IN_TASKS.get(str(task), task)
     module_name, _, class_name = str(path).partition(":")
-    if not class_name:
+    if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(
             f"{where}: task: {task!r} is neither a built-in task ({', '.join(BUILT_IN_TASKS)}) nor an import path. "
             "Your own is written as module:Class, for example mypackage.tasks:MyTask"
@@ -88,13 +93,13 @@ def load_task_class(task: Any, where: str = "config") -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and not module_name.startswith(error.name):
+        if error.name is not None and not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, but something it imports is not: its own traceback says more
         raise ConfigError(
             f"{where}: task: {task}: there is no module {module_name!r}. It must be installed, or lie in this folder "
             "or beside the config file"
         ) from None
-    if not hasattr(module, class_name):
+    if not isinstance(getattr(module, class_name, None), type):
         names = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
         raise ConfigError(
             f"{where}: task: {task}: {module_name} has no class {class_name!r}. It has: {', '.join(names) or 'none'}"
@@ -109,8 +114,12 @@ def task_blocks(task_class: Any) -> dict[str, type[Block]]:
         "tokenizer": getattr(task_class, "Tokenizer", Block),
         "model": getattr(task_class, "Model", Block),
     }
-    if not issubclass(blocks["data"], DataBlock):
-        raise ConfigError(f"{task_class.__name__}.Data must be a subclass of shardwise.DataBlock")
+    for key, model in blocks.items():
+        base = DataBlock if key == "data" else Block
+        if not (isinstance(model, type) and issubclass(model, base)):
+            raise ConfigError(
+                f"{task_class.__name__}.{key.capitalize()} must be a subclass of shardwise.{base.__name__}"
+            )
     return blocks
 
 
@@ -120,12 +129,15 @@ def _apply_override(document: Document, override: str) -> None:
         raise ConfigError(f"--set {override}: write key=value, for example --set training.batch_size=8")
     *parents, last = key.strip().split(".")
     place = document.values
-    for name in parents:
+    for depth, name in enumerate(parents, start=1):
         if place.get(name) is None:
             place[name] = {}
+            document.lines.setdefault(tuple(parents[:depth]), 0)
         place = place[name]
         if not isinstance(place, dict):
             raise ConfigError(f"--set {override}: {name!r} is a value, not a block: it has no keys below it")
-    place[last] = read_value(value)
-    # The line of the file no longer says where this value came from.
-    document.lines[(*parents, last)] = 0
+    place[last] = read_value(value, f"--set {override}")
+    # The lines of the file no longer say where this value, or anything in it, came from.
+    changed = (*parents, last)
+    document.lines = {path: line for path, line in document.lines.items() if path[: len(changed)] != changed}
+    document.lines[changed] = 0

@@ -33,7 +33,14 @@ def _refuse_later(value: Any) -> Any:
 class Block(BaseModel):
     """One block of the config: unknown keys are errors, values are not coerced, nothing changes after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
 
 
 class DataBlock(Block):

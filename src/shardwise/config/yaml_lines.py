@@ -16,33 +16,41 @@ KeyPath = tuple[str | int, ...]
 @dataclass
 class Document:
     values: Any
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     def line_of(self, path: KeyPath) -> int | None:
         """The line of the key, or of the nearest block around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return self.lines.get(path)
+        parts = tuple(str(part) for part in path)
+        while parts and parts not in self.lines:
+            parts = parts[:-1]
+        return self.lines.get(parts)
 
 
 def read_yaml(text: str, where: str) -> Document:
+    document = Document(values={})
     try:
         root = yaml.compose(text, Loader=_Loader)
+        if root is not None:
+            _collect_lines(root, (), document.lines, where)
+            document.values = _Loader("").construct_document(root)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{where}, line {line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
-    document = Document(values={})
-    if root is not None:
-        _collect_lines(root, (), document.lines, where)
-        document.values = _Loader("").construct_document(root)
+    except RecursionError:
+        raise ConfigError(f"{where}: not valid YAML: an anchor contains itself") from None
     return document
 
 
-def read_value(text: str) -> Any:
+def read_value(text: str, where: str) -> Any:
     """The value of an override: what the same characters would mean in the file."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{where}: the value is not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where}: the value is not valid YAML: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -60,18 +68,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str) -> None:
+def _collect_lines(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], int], where: str) -> None:
     if isinstance(node, yaml.MappingNode):
         for key_node, value_node in node.value:
             key = (*path, str(key_node.value))
             line = key_node.start_mark.line + 1
             if key in lines:
                 raise ConfigError(
-                    f"{where}, line {line}: {'.'.join(map(str, key))} is given twice; the first is on line {lines[key]}"
+                    f"{where}, line {line}: {'.'.join(key)} is given twice; the first is on line {lines[key]}"
                 )
             lines[key] = line
             _collect_lines(value_node, key, lines, where)
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            lines[(*path, index)] = child.start_mark.line + 1
-            _collect_lines(child, (*path, index), lines, where)
+            lines[(*path, str(index))] = child.start_mark.line + 1
+            _collect_lines(child, (*path, str(index)), lines, where)

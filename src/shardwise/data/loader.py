@@ -159,6 +159,8 @@ class StepLoader:
             step.wait += time.perf_counter() - began
             if micro is None:
                 return
+            if isinstance(micro, DataError):
+                raise micro
             step.micro.append(micro)
             if micro.request.last_of_step:
                 yield step
@@ -187,12 +189,15 @@ class _Requests:
                 )
 
 
-class _Source(Dataset[MicroBatch]):
+class _Source(Dataset[MicroBatch | DataError]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, request: Request) -> MicroBatch:
-        return self.reader.read(request)
+    def __getitem__(self, request: Request) -> MicroBatch | DataError:
+        try:
+            return self.reader.read(request)
+        except DataError as error:
+            return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
 
 
 def _moved_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[StepBatch]:

@@ -33,11 +33,7 @@ def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
 def first_host(nodelist: str) -> str:
     """The first machine of a Slurm list: node[01-04,07] → node01."""
     head = re.split(r",(?![^\[]*\])", nodelist.strip())[0]
-    match = re.match(r"^([^\[]*)\[([^\]]+)\](.*)$", head)
-    if not match:
-        return head
-    prefix, ranges, suffix = match.groups()
-    return prefix + re.split(r"[,-]", ranges)[0] + suffix
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", head)
 
 
 def _inside_srun(environ: Mapping[str, str]) -> bool:

@@ -203,7 +203,7 @@ def _interrupts_as_sigterm() -> Iterator[list[int]]:
 def _silence_the_agent() -> None:
     """What it has to say about failures, we say better. Each of its loggers has a level of its own."""
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 

@@ -9,14 +9,15 @@ from torch import nn
 
 from shardwise.config.chess import ChessModel
 from shardwise.errors import ConfigError, DataError, MissingExtra
+from shardwise.tasks.chess.tokens import GameTokenizer
 
 
-def build_language_model(options: ChessModel, vocabulary: int, max_seq_len: int) -> nn.Module:
+def build_language_model(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> nn.Module:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise MissingExtra.of("transformers", "lm", "task: chess") from None
-    config = _config(options, vocabulary, max_seq_len)
+    config = _config(options, tokenizer, max_seq_len)
     # On the meta device only the shape is wanted; the weights come from the one rank that loads them.
     if options.name is None or torch.get_default_device().type == "meta":
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -26,7 +27,7 @@ def build_language_model(options: ChessModel, vocabulary: int, max_seq_len: int)
         raise _cannot_load(options.name, error) from error
 
 
-def _config(options: ChessModel, vocabulary: int, max_seq_len: int) -> Any:
+def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if options.name is not None:
@@ -34,9 +35,9 @@ def _config(options: ChessModel, vocabulary: int, max_seq_len: int) -> Any:
             config = AutoConfig.from_pretrained(options.name)
         except (OSError, ValueError) as error:
             raise _cannot_load(options.name, error) from error
-        if vocabulary > config.vocab_size:
+        if tokenizer.size > config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {vocabulary} tokens, but model.name: {options.name} only knows {config.vocab_size}: "
+                f"the tokenizer has {tokenizer.size} tokens, but model.name: {options.name} only knows {config.vocab_size}: "
                 "use the tokenizer that comes with the model"
             )
         return _for_training(config)
@@ -46,7 +47,10 @@ def _config(options: ChessModel, vocabulary: int, max_seq_len: int) -> Any:
             "for example llama, gpt2, qwen2, mistral"
         )
     sizes: dict[str, Any] = {
-        "vocab_size": vocabulary,
+        "vocab_size": tokenizer.size,
+        "pad_token_id": tokenizer.pad_id,
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
         "hidden_size": options.hidden_dim,
         "num_hidden_layers": options.num_layers,
         "num_attention_heads": options.num_heads,

@@ -56,7 +56,7 @@ class ChessTask(Task):
         return _Games(self._games[1], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=True)
 
     def build_model(self) -> nn.Module:
-        return build_language_model(self._model_options, self.tokenizer.size, self._tokenizer_options.max_seq_len)
+        return build_language_model(self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len)
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
         """Rows padded on the right to the longest; targets are the next tokens, padding ignored."""

@@ -26,6 +26,8 @@ class Encoded:
 
 class GameTokenizer(Protocol):
     pad_id: int
+    bos_id: int | None
+    eos_id: int | None
     size: int
     tokens_per_move: int
     """How many tokens a move takes at most: so many are decoded to learn the model's first choice."""
@@ -51,7 +53,9 @@ def build_tokenizer(options: ChessTokenizer, model: ChessModel) -> GameTokenizer
 class MoveTokenizer:
     """Every move that a piece could make on an empty board is one token: 1968 of them, and three special ones."""
 
-    pad_id, bos_id, eos_id = 0, 1, 2
+    pad_id: int = 0
+    bos_id: int | None = 1
+    eos_id: int | None = 2
     tokens_per_move = 1
 
     def __init__(self) -> None:
@@ -64,7 +68,7 @@ class MoveTokenizer:
         if not all(_UCI.match(word) for word in words):
             words = [ply.move.uci() for ply in plies(text)]
         try:
-            ids = [self.bos_id, *(self._ids[word] for word in words), self.eos_id]
+            ids = [self._ids["<bos>"], *(self._ids[word] for word in words), self._ids["<eos>"]]
         except KeyError as error:
             raise ValueError(f"{error.args[0]!r} is not a move of chess") from None
         moves = [chess.Move.from_uci(word) for word in words] if with_moves else []
@@ -104,7 +108,8 @@ class PretrainedTokenizer:
         if not self.inner.is_fast:
             raise DataError(f"the tokenizer of {name!r} has no fast version, which is needed to find moves in tokens")
         self.size = len(self.inner)
-        self.eos_id = self.inner.eos_token_id
+        self.bos_id: int | None = self.inner.bos_token_id
+        self.eos_id: int | None = self.inner.eos_token_id
         # Padding is never seen: the loss skips it and causal attention never looks right.
         self.pad_id = self.inner.pad_token_id or 0
 

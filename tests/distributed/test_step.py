@@ -1,0 +1,132 @@
+"""What the step refuses, and how it says so."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.tasks import Loss
+from tests.distributed import work
+from tests.distributed.pool import RankPool
+from tests.tasks import Ragged
+
+
+class Poisoned(Ragged):
+    """Sample 17 makes the loss infinite."""
+
+    def train_data(self) -> list[Tensor]:
+        data = super().train_data()
+        data[17] = torch.cat([torch.tensor([28, 28, 28]), data[17]])
+        return data
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch)
+        bad = (batch["ids"][:, :3] == 28).all(dim=1).any()
+        return Loss(loss.sum * (math.inf if bad else 1.0), loss.count)
+
+
+class InfiniteLossFiniteGradient(Ragged):
+    """On rank 1 the loss is infinite by a constant, so that no gradient shows it."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        import os
+
+        loss = super().loss(model, batch)
+        return Loss(loss.sum + (math.inf if os.environ.get("RANK") == "1" else 0.0), loss.count)
+
+
+class Miscounted(Ragged):
+    def count(self, batch: dict[str, Tensor]) -> int:
+        return super().count(batch) + 1
+
+
+class Unmoved(Ragged):
+    """The loss does not depend on the model."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.requires_grad_(False)
+        self.extra = nn.Parameter(torch.zeros(1))
+        model.unused = nn.Parameter(torch.zeros(1))
+        return model
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        return Loss((self.extra * 0).sum(), (batch["ids"][:, 1:] >= 0).sum())
+
+
+def config(task: type) -> str:
+    return f"task: tests.distributed.test_step:{task.__name__}\ntraining: {{batch_size: 4}}\n"
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(ranks: RankPool, strategy: str) -> None:
+    size = 1 if strategy == "single" else 2
+    batches = ranks.run(size, work.train, "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n", [f"training.strategy={strategy}"])
+    step, rank = next(
+        (step, rank) for rank, result in enumerate(batches) for step, ids in enumerate(result["ids"]) if 17 in ids
+    )
+    with pytest.raises(AssertionError) as failure:
+        ranks.run(size, work.train, config(Poisoned), [f"training.strategy={strategy}"])
+    samples = ", ".join(map(str, batches[rank]["ids"][step]))
+    assert f"step {step}: the loss is not finite on rank {rank}, samples {samples}." in str(failure.value)
+    assert "training.on_nonfinite: skip" in str(failure.value)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_a_bad_step_is_left_out_on_request_and_the_run_goes_on(ranks: RankPool, strategy: str) -> None:
+    size = 1 if strategy == "single" else 2
+    overrides = [f"training.strategy={strategy}", "training.on_nonfinite=skip", "training.max_epochs=2"]
+    for result in ranks.run(size, work.train, config(Poisoned), overrides):
+        assert result["skipped"] == 2  # once in each epoch
+        assert all(torch.isfinite(weight).all() for weight in result["weights"].values())
+
+
+def test_an_infinite_loss_that_no_gradient_shows_is_agreed_on_at_the_next_step(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"step 0: the loss is not finite on rank 1, samples \d+") as failure:
+        ranks.run(2, work.train, config(InfiniteLossFiniteGradient), ["training.strategy=ddp"])
+    assert str(failure.value).count("step 0: the loss is not finite on rank 1") == 2, "both ranks stop, with one reason"
+
+
+def test_a_count_that_the_loss_contradicts_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"loss\(\) counted \d+, but its count\(batch\) said \d+ beforehand"):
+        ranks.run(1, work.train, config(Miscounted), ["training.strategy=single"])
+
+
+def test_a_loss_without_gradient_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="no parameter got a gradient"):
+        ranks.run(1, work.train, config(Unmoved), ["training.strategy=single"])
+
+
+def test_one_rank_asking_to_stop_stops_all_before_the_same_step(ranks: RankPool) -> None:
+    results = ranks.run(2, work.with_session, "task: tests.tasks:Ragged\ntraining: {batch_size: 2}\n", [], _stop_on_rank_one)
+    assert results == [3, 3]
+
+
+def _stop_on_rank_one(session: Any) -> int:
+    for batch in session.batches():
+        if session.step(batch).stopped:
+            break
+        session.stop_requested = session.world.rank == 1 and session.steps_done == 3
+    return session.steps_done
+
+
+def test_evaluation_counts_each_sample_once_on_any_number_of_ranks(ranks: RankPool) -> None:
+    text = "task: tests.tasks:Ragged\ntraining: {batch_size: 3}\n"
+    expected = ranks.run(1, work.with_session, text, ["training.strategy=single"], _evaluate)[0]
+    for size in (2, 3, 4):
+        for strategy in ("ddp", "fsdp"):
+            for metrics in ranks.run(size, work.with_session, text, [f"training.strategy={strategy}"], _evaluate):
+                assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def _evaluate(session: Any) -> dict[str, float]:
+    return session.evaluate()
+
+
+def test_the_wrong_number_of_ranks_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"training.num_gpus: 3, but 2 rank\(s\) were started"):
+        ranks.run(2, work.train, "task: tests.tasks:Ragged\n", ["training.num_gpus=3"])
