@@ -24,7 +24,9 @@ def test_moves_are_read_in_uci_and_in_san_with_and_without_numbers() -> None:
     for text in ("e2e4 e7e5 g1f3 b8c6", "e4 e5 Nf3 Nc6", "1. e4 e5 2. Nf3 Nc6 1-0", "1.e4 e5 2.Nf3 Nc6 *"):
         found = plies(text)
         assert [ply.move.uci() for ply in found] == expected
-        assert [text[ply.start : ply.end] for ply in found] == [w for w in text.replace(".", ". ").split() if w[0].isalpha()]
+        assert [text[ply.start : ply.end] for ply in found] == [
+            w for w in text.replace(".", ". ").split() if w[0].isalpha()
+        ]
 
 
 def test_an_illegal_move_is_named() -> None:

@@ -143,7 +143,9 @@ def test_a_text_that_is_no_game_is_named() -> None:
     task = task_of()
     data = task.valid_data()
     data.texts = ["once upon a time"]
-    with pytest.raises(DataError, match="game 0 cannot be read as moves of chess: 'once' is not a legal move .*once upon"):
+    with pytest.raises(
+        DataError, match="game 0 cannot be read as moves of chess: 'once' is not a legal move .*once upon"
+    ):
         data[0]
 
 
@@ -151,7 +153,11 @@ def test_a_text_that_is_no_game_is_named() -> None:
     ("overrides", "error", "message"),
     [
         (["model.architecture=lama"], ConfigError, "'lama' is not a Hugging Face model type"),
-        (["model.name=/nowhere/model", "tokenizer.strategy=moves"], DataError, "model.name: '/nowhere/model' is not a folder"),
+        (
+            ["model.name=/nowhere/model", "tokenizer.strategy=moves"],
+            DataError,
+            "model.name: '/nowhere/model' is not a folder",
+        ),
         (["model.name=/nowhere/model"], DataError, "the tokenizer of '/nowhere/model' cannot be loaded"),
         (["tokenizer.strategy=pretrained"], DataError, "needs tokenizer.name or model.name"),
     ],

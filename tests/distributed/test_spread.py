@@ -73,7 +73,10 @@ def _held(session: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_tied_weights_stay_tied(ranks: RankPool, strategy: str) -> None:
-    assert ranks.run(2, work.with_session, CONFIG, [f"training.strategy={strategy}", "training.batch_size=6"], _tied) == [True] * 2
+    assert (
+        ranks.run(2, work.with_session, CONFIG, [f"training.strategy={strategy}", "training.batch_size=6"], _tied)
+        == [True] * 2
+    )
 
 
 def _tied(session: Any) -> bool:
@@ -142,7 +145,9 @@ def _own_loop(strategy: str) -> dict[str, Any]:
 
     from shardwise import Loss, Session
 
-    torch.manual_seed(int(os.environ["RANK"]))  # the mistake of the tutorials: a seed per rank before building the model
+    torch.manual_seed(
+        int(os.environ["RANK"])
+    )  # the mistake of the tutorials: a seed per rank before building the model
     model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
     generator = torch.Generator().manual_seed(0)
     points = [(x, x.prod(dim=0, keepdim=True)) for x in torch.rand(50, 2, generator=generator)]

@@ -65,7 +65,9 @@ def config(task: type) -> str:
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(ranks: RankPool, strategy: str) -> None:
     size = 1 if strategy == "single" else 2
-    batches = ranks.run(size, work.train, "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n", [f"training.strategy={strategy}"])
+    batches = ranks.run(
+        size, work.train, "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n", [f"training.strategy={strategy}"]
+    )
     step, rank = next(
         (step, rank) for rank, result in enumerate(batches) for step, ids in enumerate(result["ids"]) if 17 in ids
     )
@@ -102,7 +104,9 @@ def test_a_loss_without_gradient_is_refused(ranks: RankPool) -> None:
 
 
 def test_one_rank_asking_to_stop_stops_all_before_the_same_step(ranks: RankPool) -> None:
-    results = ranks.run(2, work.with_session, "task: tests.tasks:Ragged\ntraining: {batch_size: 2}\n", [], _stop_on_rank_one)
+    results = ranks.run(
+        2, work.with_session, "task: tests.tasks:Ragged\ntraining: {batch_size: 2}\n", [], _stop_on_rank_one
+    )
     assert results == [3, 3]
 
 

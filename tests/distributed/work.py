@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -60,8 +62,15 @@ def full_weights(session: Session) -> dict[str, torch.Tensor]:
 def run_fit(text: str, overrides: list[str], folder: str, **options: Any) -> Record:
     """The whole loop of `shardwise train`, in a folder."""
     os.chdir(folder)
-    outcome = fit(config_of(text, overrides), **options)
-    return {"before": outcome.before, "after": outcome.after, "steps": outcome.steps, "stopped": outcome.stopped}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        outcome = fit(config_of(text, overrides), **options)
+    return {
+        "before": outcome.before,
+        "after": outcome.after,
+        "steps": outcome.steps,
+        "stopped": outcome.stopped,
+        "output": output.getvalue(),
+    }
 
 
 def with_session(text: str, overrides: list[str], action: Any, *args: Any) -> Any:

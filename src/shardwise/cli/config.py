@@ -1,4 +1,4 @@
-"""`shardwise config show FILE` and `shardwise config schema`."""
+"""`shardwise config show FILE`, `shardwise config keys` and `shardwise config schema`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="check a file and print it with every default, and what follows from it")
     show.add_argument("config", help="the YAML file")
     show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-    schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
-    schema.add_argument("--task", default="chess", help="the task whose keys to describe (default: chess)")
+    for action, text in (
+        ("keys", "print every key with its default and meaning"),
+        ("schema", "print the JSON Schema, for editors"),
+    ):
+        describe = actions.add_parser(action, help=text)
+        describe.add_argument("--task", default="chess", help="the task whose keys to describe (default: chess)")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.action == "schema":
         return _schema(args.task)
+    if args.action == "keys":
+        return _keys(args.task)
     return _show(args)
 
 
@@ -27,6 +33,14 @@ def _schema(task: str) -> int:
 
     json.dump(config_class(task).model_json_schema(), sys.stdout, indent=2)
     print()
+    return 0
+
+
+def _keys(task: str) -> int:
+    from shardwise.config.load import config_class
+    from shardwise.config.reference import reference
+
+    print(reference(config_class(task)), end="")
     return 0
 
 

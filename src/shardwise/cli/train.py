@@ -51,7 +51,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     """One of the ranks that torchrun or srun started: each prints its own error, unless it only lost a peer."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from shardwise.errors import ShardwiseError
+    from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.launch.local import peer_lost
 
     rank = os.environ["RANK"]
@@ -64,7 +64,9 @@ def _as_rank(args: argparse.Namespace) -> int:
             if peer_lost(error):
                 raise SystemExit(f"[rank {rank}] stopped, because another rank went away") from None
             if isinstance(error, ShardwiseError):
-                print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
+                # A mistake in the file is the same on every rank: said once.
+                if rank == "0" or not isinstance(error, ConfigError):
+                    print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
                 raise SystemExit(2) from None
             raise
 

@@ -87,13 +87,13 @@ def _nearest(path: KeyPath, schema: type[BaseModel]) -> str:
 def _keys(schema: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, info in schema.model_fields.items():
         yield (*prefix, name)
-        for inner in _models_in(info.annotation):
+        for inner in models_in(info.annotation):
             yield from _keys(inner, (*prefix, name))
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def models_in(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) in (Union, types.UnionType):
-        return [model for member in get_args(annotation) for model in _models_in(member)]
+        return [model for member in get_args(annotation) for model in models_in(member)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 

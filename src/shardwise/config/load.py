@@ -17,15 +17,12 @@ from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
 BUILT_IN_TASKS = {"chess": "shardwise.tasks.chess:ChessTask"}
+BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
+    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel}
+}
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
 _LATER_TASKS = ("cells", "segmentation", "images")
-
-
-class ChessConfig(Config):
-    data: ChessData = ChessData()
-    tokenizer: ChessTokenizer = ChessTokenizer()
-    model: ChessModel = ChessModel()
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -64,19 +61,17 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "conf
 
 def config_class(task: Any, where: str = "config") -> type[Config]:
     """The schema for a task. Only a task of the user's own is imported for it."""
-    if task == "chess":
-        return ChessConfig
     if task == OWN:
         return Config
     if str(task) in _LATER_TASKS:
         raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
-    blocks = task_blocks(load_task_class(task, where))
-    fields = {}
+    blocks = BUILT_IN_BLOCKS.get(str(task)) or task_blocks(load_task_class(task, where))
+    # An empty block as the default, checked like one in the file: a task's block may have keys that are needed.
+    fields: dict[str, Any] = {}
     for key, model in blocks.items():
         # An empty block as the default, checked like one in the file: the block may have keys that are needed.
-        help_text = Config.model_fields[key].description
-        fields[key] = (model, Field(default_factory=dict, description=help_text))
-    return create_model("Config", __base__=Config, **fields)  # type: ignore[call-overload]
+        fields[key] = (model, Field(default_factory=dict, description=Config.model_fields[key].description))
+    return create_model("Config", __base__=Config, **fields)
 
 
 def load_task_class(task: Any, where: str = "config") -> Any:

@@ -7,6 +7,7 @@ in a sample (augmentation, masking) is seeded by (seed, epoch, sample): it does 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,6 +142,8 @@ class StepLoader:
             sampler=self.requests,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
+            # A spawned rank would spawn its workers too: they would start slowly, and copy the data set each.
+            multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
             pin_memory=on_cuda if options.pin_memory is None else options.pin_memory and on_cuda,
             # DataLoader draws a base seed for its workers from the global generator: give it one that is not ours.
             generator=torch.Generator(),
@@ -160,6 +163,7 @@ class StepLoader:
             if micro is None:
                 return
             if isinstance(micro, DataError):
+                del micro_batches  # its workers end now, not when somebody lets go of the error and this frame in it
                 raise micro
             step.micro.append(micro)
             if micro.request.last_of_step:

@@ -46,7 +46,8 @@ def _train(session: Session, monitor: Monitor) -> bool:
     for batch in session.batches():
         result = session.step(batch)
         if result.stopped:
-            monitor.saved(session.save())
+            if session.saved_at != session.steps_done:
+                monitor.saved(session.save())
             return True
         monitor.stepped(result)
         done = session.steps_done

@@ -66,6 +66,11 @@ class Monitor:
         )
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
+            if session.batch_before != batching.global_batch:
+                self.console.say(
+                    f"warning: the global batch was {session.batch_before} and is {batching.global_batch} now, so the curve "
+                    f"will not be the same; training.total_batch_size: {session.batch_before} keeps it"
+                )
             self._recall()
         self.rates.began = time.perf_counter()
 

@@ -56,6 +56,10 @@ class Session:
         self.best_metric: float | None = None
         self.stop_requested = False
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
+        self.saved_at: int | None = None
+        """The step of the newest checkpoint of this session."""
+        self.batch_before: int | None = None
+        """The global batch of the checkpoint that was resumed."""
         self._bad: list[int] | None = None
         self._parts: Parts | None = None
 
@@ -225,6 +229,7 @@ class Session:
             seed=self.config.seed,
         )
         path = save_from(self.parts.spread.module, self.parts.optimizer, progress, self.store, self.world)
+        self.saved_at = self.steps_done
         if self.world.is_first:
             self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
         return path
@@ -240,7 +245,9 @@ class Session:
         path, progress = found
         self._check_same_run(progress)
         self.steps_done, self.cursor = progress.step, progress.cursor
+        self.saved_at = progress.step
         self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric
+        self.batch_before = progress.global_batch
         if progress.scaler and self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(progress.scaler)
         return path

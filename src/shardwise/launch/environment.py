@@ -24,9 +24,13 @@ def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     except KeyError as missing:
         raise LaunchError(f"this looks like a Slurm step, but {missing} is not set; start it with srun") from None
+    if "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
+        environ["LOCAL_RANK"] = "0"  # --gpus-per-task=1: each task sees one GPU, its own, as the first
     environ.setdefault("MASTER_ADDR", first_host(hosts))
-    # Any port outside the ephemeral range, the same on every rank, different for jobs that share a machine.
-    environ.setdefault("MASTER_PORT", str(15000 + int(environ.get("SLURM_JOB_ID", "0")) % 15000))
+    # Any port outside the ephemeral range, the same on every rank, different for jobs, and steps of a job, that share a
+    # machine. 101 leaves room for the steps between one job and the next, and has no factor in common with 15000.
+    step = int(environ.get("SLURM_JOB_ID", "0")) * 101 + int(environ["SLURM_STEP_ID"])
+    environ.setdefault("MASTER_PORT", str(15000 + step % 15000))
     return True
 
 

@@ -34,7 +34,8 @@ class Task(ABC):
     """What `count` counts, for the log: samples, tokens, voxels."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        # Any, because the blocks `data`, `tokenizer` and `model` are of the task's own types.
+        self.config: Any = config
 
     @abstractmethod
     def train_data(self) -> Samples:

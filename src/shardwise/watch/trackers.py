@@ -63,4 +63,7 @@ class WeightsAndBiases:
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
+        import wandb
+
         self.run.finish()
+        wandb.teardown()  # its service process would stay until this one ends

@@ -10,15 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import chess
 import numpy as np
 
 from shardwise.config.chess import ChessData
 from shardwise.errors import DataError, MissingExtra
-
-try:
-    import chess
-except ImportError:
-    raise MissingExtra.of("chess", "lm", "task: chess") from None
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -35,18 +35,14 @@ class ChessTask(Task):
 
     @cached_property
     def _games(self) -> tuple[Sequence[str], Sequence[str]]:
-        options = self.config.data
-        assert isinstance(options, ChessData)
-        return load_games(options, self.config.seed)
+        return load_games(self.config.data, self.config.seed)
 
     @property
     def _model_options(self) -> ChessModel:
-        assert isinstance(self.config.model, ChessModel)
         return self.config.model
 
     @property
     def _tokenizer_options(self) -> ChessTokenizer:
-        assert isinstance(self.config.tokenizer, ChessTokenizer)
         return self.config.tokenizer
 
     def train_data(self) -> _Games:

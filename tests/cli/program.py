@@ -1,0 +1,28 @@
+"""Running the program as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+
+BIN = Path(sys.executable).parent
+SHARDWISE = str(BIN / "shardwise")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This environment, with the tests' tasks importable and the tools of the virtual environment on the path."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1", **more}
+
+
+def run_program(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def shardwise(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_program([SHARDWISE, *arguments], folder, **variables)

@@ -1,0 +1,101 @@
+"""`shardwise config`, `shardwise export`, and what is answered to a verb that is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.cli import LATER
+from tests.cli.program import shardwise
+from tests.conftest import REPOSITORY
+from tests.hub import write_model
+
+SMALL = ["--set", "data.num_games=40", "--set", "data.max_plies=8", "--set", "training.max_steps=3"]
+
+
+@pytest.mark.parametrize("verb", LATER)
+def test_a_verb_to_come_says_so(verb: str, tmp_path: Path) -> None:
+    done = shardwise(tmp_path, verb, "chess.yaml")
+    assert done.returncode == 2 and "is not built yet" in done.stderr
+
+
+def test_config_show_resolves_what_follows_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "task: chess\ndata: {num_games: 100, valid_fraction: 0.1}\ntraining: {num_gpus: 2, batch_size: 4, total_batch_size: 16,"
+        " max_epochs: 3, lr_scaling: linear, base_batch_size: 8, optimizer: {lr: 1e-3}}\n"
+    )
+    done = shardwise(tmp_path, "config", "show", "a.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "effective batch size 16 = 4 per device × 2 accumulation × 2 devices" in done.stdout
+    assert "learning rate        0.002 = 0.001 × 16 / 8 at its peak" in done.stdout
+    assert "steps per epoch      6 for 90 training samples; 18 steps in all" in done.stdout
+    assert "strategy ddp" in done.stdout
+    import yaml
+
+    assert yaml.safe_load(done.stdout)["training"]["save_top_k"] == 1
+
+
+def test_config_schema_is_json_schema(tmp_path: Path) -> None:
+    done = shardwise(tmp_path, "config", "schema")
+    assert json.loads(done.stdout)["properties"]["training"]
+
+
+def test_every_shipped_config_trains_and_exports(tmp_path: Path) -> None:
+    """Scaled down by overrides, with a model folder where the file names a hub model."""
+    (tmp_path / "data").mkdir()
+    from shardwise.tasks.chess.games import random_game
+
+    games = "".join(json.dumps({"text": random_game(0, index, 10)}) + "\n" for index in range(60))
+    (tmp_path / "data" / "games.jsonl").write_text(games)
+    model = write_model(tmp_path / "hub-model")
+    configs = sorted((REPOSITORY / "configs").glob("*.yaml"))
+    assert len(configs) >= 2
+    for config in configs:
+        overrides = [*SMALL]
+        if config.stem == "chess-codellama":
+            overrides = ["--set", f"model.name={model}", "--set", "training.max_steps=3", "--set", "data.num_workers=1"]
+        done = shardwise(tmp_path, "train", str(config), *overrides)
+        assert done.returncode == 0, f"{config.name}\n{done.stderr}"
+        assert "legal move share" in done.stdout and "next move accuracy" in done.stdout
+        exported = tmp_path / f"{config.stem}-model"
+        done = shardwise(tmp_path, "export", f"runs/{config.stem}", "--to", str(exported))
+        assert done.returncode == 0, done.stderr
+        assert_loads_as_trained(exported, tmp_path / "runs" / config.stem)
+
+
+def assert_loads_as_trained(exported: Path, run: Path) -> None:
+    """from_pretrained gives the weights of the checkpoint, and the tokenizer reads a game."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from shardwise.checkpoint import load_model
+    from shardwise.config import load_config
+    from shardwise.tasks.chess import ChessTask
+
+    loaded = AutoModelForCausalLM.from_pretrained(exported)
+    task = ChessTask(load_config(run / "config.yaml"))
+    expected = task.build_model()
+    start = {name: value.clone() for name, value in expected.state_dict().items()}
+    load_model(expected, sorted((run / "checkpoints").glob("step-*"))[-1])
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    assert any(not torch.equal(start[name], value) for name, value in loaded.state_dict().items()), (
+        "nothing was trained"
+    )
+    tokens = AutoTokenizer.from_pretrained(exported)("e2e4 e7e5")["input_ids"]
+    assert tokens[-2:] == task.tokenizer.encode("e2e4 e7e5", with_moves=False).ids[:-1][-2:]
+
+
+def test_export_answers_what_it_cannot_do(tmp_path: Path) -> None:
+    done = shardwise(tmp_path, "export", "nowhere", "--to", "model")
+    assert done.returncode == 2 and "nowhere is not the folder of a run: it has no config.yaml" in done.stderr
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task: chess\n")
+    done = shardwise(tmp_path, "export", "run", "--to", "run")
+    assert done.returncode == 2 and "is there already and not empty" in done.stderr
+    done = shardwise(tmp_path, "export", "run", "--to", "model")
+    assert done.returncode == 2 and "there is no checkpoint" in done.stderr
+    assert not (tmp_path / "model").exists() and not list(tmp_path.glob(".model*"))

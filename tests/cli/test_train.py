@@ -1,0 +1,252 @@
+"""`shardwise train` as a user meets it: whole processes, signals, failures, other launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise
+
+RAGGED = """
+task: tests.tasks:{task}
+name: ragged
+training: {{batch_size: 3, max_epochs: {epochs}, checkpoint_every_n_steps: 2, log_every_n_steps: 1, optimizer: {{lr: 0.01}}}}
+"""
+
+
+def write(folder: Path, task: str = "Ragged", epochs: int = 1) -> None:
+    (folder / "ragged.yaml").write_text(RAGGED.format(task=task, epochs=epochs))
+
+
+def curve(folder: Path) -> list[tuple[int, float, float, float]]:
+    lines = [json.loads(line) for line in (folder / "runs/ragged/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines if "eval" not in line]
+
+
+def checksums(folder: Path) -> dict[str, Any]:
+    """Of the last checkpoint's files: the weights, to the bit."""
+    last = sorted((folder / "runs/ragged/checkpoints").glob("step-*"))[-1]
+    files = json.loads((last / "manifest.json").read_text())["files"]
+    return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+        write(folder, "Deadly", epochs=2)
+    assert shardwise(whole, "train", "ragged.yaml").returncode == 0
+    died = shardwise(killed, "train", "ragged.yaml", KILL_AT="1:8")
+    assert died.returncode == 2
+    assert "error: rank 1 was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
+    assert "Traceback" not in died.stderr
+    assert [step for step, *_ in curve(killed)][-1] == 7
+    resumed = shardwise(killed, "train", "ragged.yaml", "--resume", "auto")
+    assert resumed.returncode == 0 and "at step 6" in resumed.stdout
+    assert curve(killed) == curve(whole)
+    assert checksums(killed) == checksums(whole)
+
+
+def test_a_rank_that_fails_ends_the_others_and_its_error_is_the_one_shown(tmp_path: Path) -> None:
+    write(tmp_path, "Broken")
+    done = shardwise(tmp_path, "train", "ragged.yaml")
+    assert done.returncode == 2
+    assert "error: rank 1 failed:" in done.stderr and "ValueError: the cause" in done.stderr
+    assert "Connection closed by peer" not in done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = shardwise(tmp_path, "train", "ragged.yaml", "--set", "data.samples=0")
+    assert done.returncode == 2 and done.stderr == "error: --set: data.samples: 0 is not allowed. Allowed: 1 or more\n"
+    done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "latest")
+    assert done.returncode == 2
+    assert done.stderr == "error: rank 0: --resume latest: there is no whole checkpoint in runs/ragged/checkpoints\n"
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], None]]]:
+    """The program in a process group of its own, as a terminal would start it, and a way to wait for a line."""
+    process = subprocess.Popen(
+        [SHARDWISE, *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    seen: list[str] = []
+
+    def wait_for(text: str) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            seen.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} never came:\n{''.join(seen)}")
+
+    try:
+        yield process, wait_for
+    finally:
+        if process.poll() is None:
+            process.kill()
+        assert process.stdout is not None
+        process.stdout.close()
+        process.wait()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(tmp_path: Path, ranks: int) -> None:
+    write(tmp_path, "Slow", epochs=50)
+    with running(tmp_path, "train", "ragged.yaml", "--set", f"training.num_gpus={ranks}") as (process, wait_for):
+        wait_for(" 3/")
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+        wait_for("Go on with:  shardwise train ragged.yaml")
+        assert process.wait(timeout=30) == 130
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "latest", "--set", "training.max_epochs=1", "--set",
+                     f"training.num_gpus={ranks}")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    write(tmp_path, "Slow", epochs=50)
+    with running(tmp_path, "train", "ragged.yaml") as (process, wait_for):
+        wait_for(" 2/")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2
+        process.kill()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+
+
+def test_under_torchrun_the_numbers_are_the_same(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "torchrun"
+    for folder in (own, other):
+        folder.mkdir()
+        write(folder)
+    assert shardwise(own, "train", "ragged.yaml").returncode == 0
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "-m", "shardwise", "train", "ragged.yaml"]
+    done = run_program(command, other)
+    assert done.returncode == 0, done.stderr
+    assert curve(other) == curve(own)
+    bad = run_program([*command, "--resume", "nowhere"], other)
+    assert bad.returncode != 0
+    assert "[rank 0] error: there is no checkpoint nowhere" in bad.stderr
+
+
+def test_under_srun_slurms_variables_are_read(tmp_path: Path) -> None:
+    """Two processes with the variables that srun sets, as seen under Slurm 22.05."""
+    write(tmp_path)
+    tasks = [
+        subprocess.Popen(
+            [SHARDWISE, "train", "ragged.yaml"],
+            cwd=tmp_path,
+            env=environment(
+                SLURM_JOB_ID=str(os.getpid()),
+                SLURM_STEP_ID="0",
+                SLURM_PROCID=str(task),
+                SLURM_LOCALID=str(task),
+                SLURM_NTASKS="2",
+                SLURM_STEP_NUM_TASKS="2",
+                SLURM_JOB_NODELIST="localhost",
+                SLURM_STEP_NODELIST="localhost",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    outputs = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert json.loads((tmp_path / "runs/ragged/run.json").read_text())["world"] == 2
+    assert outputs[1][0] == "", "only rank 0 speaks"
+
+
+def test_a_terminal_gets_one_live_line_that_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, "Slow")
+    master, slave = os.openpty()
+    command = [
+        SHARDWISE,
+        "train",
+        "ragged.yaml",
+        "--set",
+        "training.log_every_n_steps=5",
+        "--set",
+        "training.num_gpus=1",
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=slave, stderr=slave)
+    os.close(slave)
+    output = b""
+    while True:
+        try:
+            chunk = os.read(master, 4096)
+        except OSError:  # the terminal is closed when the program ends
+            break
+        if not chunk:
+            break
+        output += chunk
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    text = output.decode()
+    assert "\r\x1b[K" in text, "the live line is taken back before the next"
+    assert "step  3/18" in text and "step  3/18" not in (tmp_path / "runs/ragged/metrics.jsonl").read_text()
+
+
+def test_more_ranks_than_gpus_and_several_machines_are_answered(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = shardwise(
+        tmp_path, "train", "ragged.yaml", "--set", "training.device=cuda", "--set", "training.num_gpus=1000"
+    )
+    assert done.returncode == 2 and "training.num_gpus: 1000, but this machine has" in done.stderr
+    done = shardwise(tmp_path, "train", "ragged.yaml", "--set", "training.num_gpus=4", "--set", "training.num_nodes=2")
+    assert done.returncode == 2 and "torchrun --nnodes 2" in done.stderr
+    done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "auto", "--fresh")
+    assert done.returncode == 2 and "give one of them" in done.stderr
+
+
+def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -> None:
+    """As on a machine where only the core is installed: the import of the extra's package fails."""
+    write(tmp_path)
+    (tmp_path / "chess.yaml").write_text("task: chess\n")
+    hide = (
+        "import sys\n"
+        "for name in ('transformers', 'chess', 'wandb'): sys.modules[name] = None\n"
+        "from shardwise.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    for arguments, message in [
+        (["train", "ragged.yaml", "--set", "training.logger=wandb"], "training.logger: wandb needs the package 'wandb': pip install 'shardwise[track]'"),
+        (["train", "chess.yaml"], "task: chess needs the package 'chess': pip install 'shardwise[lm]'"),
+    ]:  # fmt: skip
+        done = run_program([sys.executable, "-c", hide, *arguments], tmp_path)
+        assert done.returncode == 2 and done.stderr == f"error: {message}\n"
+
+
+def test_waiting_is_not_needed_for_help(tmp_path: Path) -> None:
+    """Neither torch nor transformers is imported before a verb needs it."""
+    check = (
+        "import sys\n"
+        "from shardwise.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = run_program([sys.executable, "-c", check], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "still to come" in done.stdout

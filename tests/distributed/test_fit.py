@@ -1,0 +1,189 @@
+"""The loop behind `shardwise train`: the run folder, the log, evaluation, checkpoints, trackers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import work
+from tests.distributed.pool import RankPool
+from tests.tasks import Ragged, config_of
+
+CONFIG = """
+task: tests.tasks:Ragged
+name: ragged
+training:
+  batch_size: 3
+  max_epochs: 3
+  gradient_clip: 1.0
+  optimizer: {lr: 0.01}
+  log_every_n_steps: 2
+"""
+DDP = ["training.strategy=ddp"]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def fit(ranks: RankPool, folder: Path, overrides: list[str], size: int = 2, **options: Any) -> dict[str, Any]:
+    return ranks.run(size, functools.partial(work.run_fit, **options), CONFIG, overrides, str(folder))[0]
+
+
+def test_a_run_leaves_its_folder_as_documented(ranks: RankPool, tmp_path: Path) -> None:
+    outcome = fit(ranks, tmp_path, DDP)
+    run = tmp_path / "runs" / "ragged"
+    assert outcome["steps"] == 27
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["world"], facts["strategy"], facts["batch"]["global"], facts["total_steps"]) == (2, "ddp", 6, 27)
+    steps = [line["step"] for line in lines(run / "metrics.jsonl") if "eval" not in line]
+    assert steps == [1, *range(2, 27, 2), 27]
+    evaluations = [line["step"] for line in lines(run / "metrics.jsonl") if "eval" in line]
+    assert evaluations == [0, 9, 18, 27]
+    for rank in (0, 1):
+        own = lines(run / "ranks" / f"rank-{rank:04d}.jsonl")
+        assert [line["step"] for line in own] == steps
+        assert {"wait", "agree", "compute", "update"} <= own[0]["seconds"].keys()
+    assert outcome["after"]["loss"] < outcome["before"]["loss"]
+    record = lines(run / "metrics.jsonl")[1]
+    assert record["mfu"] is None, "no peak is known for this CPU, so no MFU is claimed"
+    assert record["memory_kind"] == "resident"
+
+
+def test_the_resolved_config_in_the_run_folder_is_a_config_of_the_same_run(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, DDP)
+    written = (tmp_path / "runs" / "ragged" / "config.yaml").read_text()
+    assert config_of(written).model_dump() == config_of(CONFIG, DDP).model_dump()
+
+
+def test_checkpoints_are_the_best_and_the_last(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.save_top_k=2", "training.optimizer.lr=0.3"])
+    run = tmp_path / "runs" / "ragged"
+    losses = {line["step"]: line["eval"]["loss"] for line in lines(run / "metrics.jsonl") if "eval" in line}
+    del losses[0]  # there is no checkpoint before the first step
+    expected = {*sorted(losses, key=lambda step: losses[step])[:2], 27}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"step-{step:08d}" for step in expected}
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.max_steps=2"])
+    with pytest.raises(AssertionError, match="runs/ragged already holds a run") as failure:
+        fit(ranks, tmp_path, DDP)
+    assert str(failure.value).count("already holds a run") == 2, "every rank leaves, nobody waits"
+    before = (tmp_path / "runs" / "ragged" / "metrics.jsonl").read_text()
+    fit(ranks, tmp_path, [*DDP, "training.max_steps=3"], fresh=True)
+    assert (tmp_path / "runs" / "ragged-1" / "metrics.jsonl").read_text() == before
+
+
+def test_metrics_of_an_interrupted_and_resumed_run_are_those_of_the_uninterrupted(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Steps that were logged after the last checkpoint are computed again: they must not stand there twice."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    every = [*DDP, "training.checkpoint_every_n_steps=4"]
+    fit(ranks, whole, every)
+    # Interrupted between two checkpoints: steps 5 to 7 are lost.
+    with pytest.raises(AssertionError, match="power cut"):
+        ranks.run(2, functools.partial(_fit_until, 7), CONFIG, every, str(parts))
+    fit(ranks, parts, every, resume="auto")
+    a, b = (_comparable(folder / "runs" / "ragged" / "metrics.jsonl") for folder in (whole, parts))
+    assert a == b
+
+
+def _fit_until(step: int, text: str, overrides: list[str], folder: str) -> None:
+    from shardwise.engine import fit as fit_module
+
+    original = fit_module.Session.step
+
+    def step_or_die(self: Any, batch: Any) -> Any:
+        if self.steps_done == step:
+            raise RuntimeError("power cut")
+        return original(self, batch)
+
+    fit_module.Session.step = step_or_die  # type: ignore[method-assign]
+    try:
+        work.run_fit(text, overrides, folder)
+    finally:
+        fit_module.Session.step = original  # type: ignore[method-assign]
+
+
+def _comparable(file: Path) -> list[dict[str, Any]]:
+    measured = {"samples_per_second", "counts_per_second", "memory_gib", "eta_seconds"}
+    return [{key: value for key, value in line.items() if key not in measured} for line in lines(file)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: RankPool, tmp_path: Path, number: int) -> None:
+    outcomes = ranks.run(2, functools.partial(_fit_with_signal, number), CONFIG, DDP, str(tmp_path))
+    assert [(outcome["stopped"], outcome["steps"]) for outcome in outcomes] == [(True, 5)] * 2
+    assert (tmp_path / "runs" / "ragged" / "checkpoints" / "step-00000005").is_dir()
+
+
+def _fit_with_signal(number: int, text: str, overrides: list[str], folder: str) -> dict[str, Any]:
+    from shardwise.engine import fit as fit_module
+
+    original = fit_module.Session.step
+
+    def step_and_signal(self: Any, batch: Any) -> Any:
+        result = original(self, batch)
+        if self.steps_done == 5 and self.world.rank == 1:
+            os.kill(os.getpid(), number)
+        return result
+
+    fit_module.Session.step = step_and_signal  # type: ignore[method-assign]
+    try:
+        return work.run_fit(text, overrides, folder)
+    finally:
+        fit_module.Session.step = original  # type: ignore[method-assign]
+
+
+def test_tensorboard_and_offline_wandb_get_what_metrics_jsonl_gets(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.logger=[tensorboard, wandb]", "training.max_steps=4"])
+    run = tmp_path / "runs" / "ragged"
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    expected = {line["step"]: line["loss"] for line in lines(run / "metrics.jsonl") if "eval" not in line}
+    assert {event.step: event.value for event in events.Scalars("loss")} == pytest.approx(expected)
+    assert events.Scalars("eval/loss")[0].step == 0
+    offline = list((run / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(offline) == 1 and offline[0].stat().st_size > 0
+
+
+def test_a_different_global_batch_on_resume_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.max_steps=3"])
+    resumed = fit(ranks, tmp_path, [*DDP, "training.batch_size=5"], resume="auto")
+    assert "the global batch was 6 and is 10 now" in resumed["output"]
+
+
+def test_only_rank_zero_speaks_and_every_line_has_its_rank(ranks: RankPool, tmp_path: Path) -> None:
+    job = functools.partial(work.run_fit, fresh=True)
+    first, second = ranks.run(2, job, CONFIG, [*DDP, "training.max_steps=4"], str(tmp_path))
+    spoken = first["output"].splitlines()
+    assert spoken and all(line.startswith("[rank 0]") for line in spoken)
+    assert any("loss" in line and "grad" in line and "MFU unknown (CPU)" in line and "ETA" in line for line in spoken)
+    assert second["output"] == ""
+    job = functools.partial(work.run_fit, fresh=True, all_ranks=True)
+    _, second = ranks.run(2, job, CONFIG, [*DDP, "training.max_steps=4"], str(tmp_path))
+    assert second["output"] and all(line.startswith("[rank 1]") for line in second["output"].splitlines())
+
+
+def test_what_a_task_prints_carries_its_rank_or_goes_to_the_ranks_own_file(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = [*DDP, "task=tests.distributed.test_fit:Chatty", "training.max_steps=1"]
+    outcome = fit(ranks, tmp_path, overrides)
+    assert "[rank 0] forward\n[rank 0] second line\n" in outcome["output"]
+    log = (tmp_path / "runs" / "ragged" / "ranks" / "rank-0001.log").read_text()
+    assert "[rank 1] forward\n[rank 1] second line\n" in log
+
+
+class Chatty(Ragged):
+    def loss(self, model: Any, batch: Any) -> Any:
+        print("forward\nsecond line")
+        return super().loss(model, batch)

@@ -1,0 +1,146 @@
+"""Weight decay where it belongs, every trained parameter once, and the options that were asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.config.schema import Optimizer
+from shardwise.engine.optimizer import build_optimizer, parameter_groups
+from tests.tasks import Toy
+
+
+class RMSNorm(nn.Module):
+    """As language models bring their own: known as a norm by its name alone. Two dimensions, to be sure of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.conv = nn.Conv2d(1, 2, 3)
+        self.norm = nn.LayerNorm(4)
+        self.own_norm = RMSNorm()
+        self.batch_norm = nn.BatchNorm2d(2)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.embedding = nn.Embedding(5, 4)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.token = nn.Parameter(torch.zeros(4))
+        self.rel_bias = nn.Parameter(torch.zeros(3, 3))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+
+def names_by_decay(model: nn.Module, weight_decay: float = 0.1) -> dict[float, set[str]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        group["weight_decay"]: {names[id(parameter)] for parameter in group["params"]}
+        for group in parameter_groups(model, weight_decay)
+    }
+
+
+def test_matrices_decay_and_norms_biases_and_vectors_do_not() -> None:
+    assert names_by_decay(Odd()) == {
+        0.1: {
+            "linear.weight",
+            "conv.weight",
+            "attention.in_proj_weight",
+            "attention.out_proj.weight",
+            "embedding.weight",
+        },
+        0.0: {
+            "linear.bias",
+            "conv.bias",
+            "norm.weight",
+            "norm.bias",
+            "own_norm.weight",
+            "batch_norm.weight",
+            "batch_norm.bias",
+            "attention.in_proj_bias",
+            "attention.out_proj.bias",
+            "scale",
+            "token",
+            "rel_bias",
+        },
+    }
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Odd()
+    every = set.union(*names_by_decay(model).values())
+    assert every == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert not any(name.startswith("frozen") for name in every)
+
+
+def test_a_tied_weight_is_updated_once() -> None:
+    model = Toy(vocabulary=7, width=4, layers=2, tied=True)
+    held = [id(parameter) for group in parameter_groups(model, 0.1) for parameter in group["params"]]
+    assert held.count(id(model.head.weight)) == 1
+    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_a_group_with_nothing_in_it_is_left_out() -> None:
+    assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(3), 0.1)] == [0.0]
+    assert [group["weight_decay"] for group in parameter_groups(nn.Linear(3, 3, bias=False), 0.1)] == [0.1]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "settings"),
+    [
+        ({"name": "adamw"}, torch.optim.AdamW, {"betas": (0.9, 0.999), "eps": 1e-8}),
+        ({"name": "adamw", "betas": [0.8, 0.95], "eps": 1e-6}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
+        (
+            {"name": "adam", "betas": [0.7, 0.9]},
+            torch.optim.Adam,
+            {"betas": (0.7, 0.9), "decoupled_weight_decay": False},
+        ),
+        ({"name": "sgd", "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9, "nesterov": False}),
+    ],
+)
+def test_each_optimizer_gets_the_options_that_were_asked_for(
+    options: dict[str, Any], kind: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    # The rate is the scaled one, and not the one in the file.
+    optimizer = build_optimizer(nn.Linear(3, 3), Optimizer(**options, lr=5.0, weight_decay=0.2), lr=0.5)
+    assert type(optimizer) is kind
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
+    for group in optimizer.param_groups:
+        assert group["lr"] == 0.5
+        assert {key: group[key] for key in settings} == settings
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
+def test_a_step_moves_the_weights_as_the_plain_optimizer_would(name: str) -> None:
+    """Without decay the groups make no difference, so PyTorch's own on all parameters is the reference."""
+    torch.manual_seed(0)
+    model = Toy(vocabulary=7, width=4, layers=1, tied=True)
+    twin = Toy(vocabulary=7, width=4, layers=1, tied=True)
+    twin.load_state_dict(model.state_dict())
+    plain = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
+    ours = build_optimizer(model, Optimizer(name=name, weight_decay=0.0), lr=0.01)  # type: ignore[arg-type]
+    theirs = plain(twin.parameters(), lr=0.01, weight_decay=0.0)
+    for _ in range(3):
+        for network, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            network(torch.arange(6).view(2, 3)).square().sum().backward()
+            optimizer.step()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_decay_shrinks_a_matrix_and_leaves_a_bias() -> None:
+    layer = nn.Linear(3, 3)
+    nn.init.ones_(layer.weight)
+    nn.init.ones_(layer.bias)
+    optimizer = build_optimizer(layer, Optimizer(name="adamw", weight_decay=0.5), lr=0.1)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(layer.weight, torch.full((3, 3), 1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias, torch.ones(3))
