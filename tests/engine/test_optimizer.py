@@ -85,6 +85,15 @@ def test_a_tied_weight_is_updated_once() -> None:
     assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
 
 
+def test_a_weight_that_two_kinds_of_modules_share_is_in_one_group_only() -> None:
+    """PyTorch refuses a parameter in two groups; the first module that has it decides."""
+    linear, norm = nn.Linear(4, 2, bias=False), RMSNorm()
+    norm.weight = linear.weight
+    for order, decay in (((linear, norm), 0.1), ((norm, linear), 0.0)):
+        groups = parameter_groups(nn.Sequential(*order), 0.1)
+        assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(decay, 1)]
+
+
 def test_a_group_with_nothing_in_it_is_left_out() -> None:
     assert [group["weight_decay"] for group in parameter_groups(nn.LayerNorm(3), 0.1)] == [0.0]
     assert [group["weight_decay"] for group in parameter_groups(nn.Linear(3, 3, bias=False), 0.1)] == [0.1]
