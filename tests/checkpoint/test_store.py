@@ -412,9 +412,9 @@ def test_a_run_its_checkpoints_and_one_step_are_all_names_of_a_checkpoint(store:
     newest = commit(store, 9)
     older = store.folder / "step-00000007"
     elsewhere = CheckpointStore(Path("elsewhere"))
-    assert elsewhere.named(store.folder.parent) == newest
-    assert elsewhere.named(store.folder) == newest
-    assert elsewhere.named(older) == older
+    assert elsewhere.named(store.folder.parent) == (newest, [])
+    assert elsewhere.named(store.folder) == (newest, [])
+    assert elsewhere.named(older) == (older, [])
 
 
 def test_a_path_that_is_not_there_is_no_checkpoint(store: CheckpointStore) -> None:

@@ -144,7 +144,7 @@ def test_a_text_that_is_no_game_is_named() -> None:
     data = task.valid_data()
     data.texts = ["once upon a time"]
     with pytest.raises(
-        DataError, match="game 0 cannot be read as moves of chess: 'once' is not a legal move .*once upon"
+        DataError, match=r"game 0 cannot be read as moves of chess: 'once' is not a legal move .*once upon"
     ):
         data[0]
 
@@ -169,5 +169,5 @@ def test_what_cannot_be_built_says_why(overrides: list[str], error: type[Excepti
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
-    with pytest.raises(ConfigError, match="the tokenizer has 1971 tokens, but model.name: .* only knows"):
+    with pytest.raises(ConfigError, match=r"the tokenizer has 1971 tokens, but model.name: .* only knows"):
         task_of(f"model.name={tmp_path}", "tokenizer.strategy=moves").build_model()

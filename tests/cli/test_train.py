@@ -229,10 +229,12 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path: Path) -
         "for name in ('transformers', 'chess', 'wandb'): sys.modules[name] = None\n"
         "from shardwise.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
+    track = "training.logger: wandb needs the package 'wandb': pip install 'shardwise[track]'"
+    lm = "task: chess needs the package 'chess': pip install 'shardwise[lm]'"
     for arguments, message in [
-        (["train", "ragged.yaml", "--set", "training.logger=wandb"], "training.logger: wandb needs the package 'wandb': pip install 'shardwise[track]'"),
-        (["train", "chess.yaml"], "task: chess needs the package 'chess': pip install 'shardwise[lm]'"),
-    ]:  # fmt: skip
+        (["train", "ragged.yaml", "--set", "training.logger=wandb"], track),
+        (["train", "chess.yaml"], lm),
+    ]:
         done = run_program([sys.executable, "-c", hide, *arguments], tmp_path)
         assert done.returncode == 2 and done.stderr == f"error: {message}\n"
 

@@ -201,7 +201,7 @@ def test_a_value_just_outside_its_bounds_is_answered_with_the_bound(
 @pytest.mark.parametrize(("path", "allowed"), LITERALS, ids=lambda part: str(part))
 def test_a_word_that_is_no_choice_is_answered_with_every_choice(path: tuple[str, ...], allowed: list[Any]) -> None:
     message = complaint(under(path, "nonsense")).splitlines()[0]
-    listed = ", ".join(str(choice) for choice in dict.fromkeys(allowed))
+    listed = ", ".join("false" if choice is False else str(choice) for choice in dict.fromkeys(allowed))
     line = 2 + len(path)
     assert message == f"my.yaml, line {line}: {'.'.join(path)}: 'nonsense' is not allowed. Allowed: {listed}"
 

@@ -21,7 +21,8 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
         for _ in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            # Not daemons: those may have no children, and a rank has loader workers. They end when the pipe does.
+            process = context.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._workers.append((process, ours))

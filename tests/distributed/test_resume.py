@@ -89,6 +89,19 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(ranks: Ran
     assert (tmp_path / "checkpoints" / "damaged-step-00000006").is_dir()
 
 
+def test_going_on_from_an_earlier_checkpoint_sets_the_later_ones_aside(ranks: RankPool, tmp_path: Path) -> None:
+    """Otherwise the next resume would take the abandoned branch for the newest."""
+    folder = ["training.strategy=ddp", "training.save_top_k=9", *work.folder_of(tmp_path)]
+    job = functools.partial(work.train, save=True, evaluate=True)  # with a metric, so that save_top_k keeps them all
+    for step in (2, 4, 6):
+        ranks.run(2, functools.partial(job, steps=step, resume="auto"), CONFIG, folder)
+    earlier = str(tmp_path / "checkpoints" / "step-00000002")
+    assert ranks.run(2, functools.partial(job, steps=3, resume=earlier), CONFIG, folder)[0]["from"] == 2
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step-00000002", "step-00000003", "superseded-step-00000004", "superseded-step-00000006"}
+    assert ranks.run(2, functools.partial(job, resume="auto"), CONFIG, folder)[0]["from"] == 3
+
+
 def test_a_checkpoint_of_other_data_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     folder = ["training.strategy=single", *work.folder_of(tmp_path)]
     ranks.run(1, functools.partial(work.train, steps=2, save=True), CONFIG, folder)

@@ -121,7 +121,7 @@ def test_slurms_variables_outside_of_srun_make_no_rank(environ: dict[str, str]) 
     assert changed == environ
 
 
-@pytest.mark.parametrize("missing", ["SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_NODELIST"])
+@pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_JOB_NODELIST"])
 def test_a_variable_that_is_missing_is_named(missing: str) -> None:
     environ = {name: value for name, value in SRUN.items() if name not in (missing, "SLURM_STEP_NODELIST")}
     with pytest.raises(LaunchError) as caught:

@@ -104,6 +104,11 @@ def load_into(
     return path, Progress.read(path)
 
 
+def go_on_from(step: int, store: CheckpointStore, world: World) -> None:
+    """Set aside the checkpoints of later steps: they will be made anew, and must not be resumed by mistake."""
+    _together(world, lambda: store.supersede_after(step) if world.is_first else None, "set old checkpoints aside")
+
+
 def load_model(model: nn.Module, path: Path) -> None:
     """Load the weights alone into a whole model in this process, whatever strategy wrote them."""
     state = {"model": model.state_dict()}
@@ -127,9 +132,11 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     def look() -> Path | None:
         if not world.is_first:
             return None
-        if which not in ("auto", "latest"):
-            return store.named(Path(which))
-        path, complaints = store.newest_whole()
+        path: Path | None
+        if which in ("auto", "latest"):
+            path, complaints = store.newest_whole()
+        else:
+            path, complaints = store.named(Path(which))
         for complaint in complaints:
             print(f"warning: {complaint}", flush=True)
         if path is None and which == "latest":

@@ -93,8 +93,11 @@ class CheckpointStore:
             )
         return None, complaints
 
-    def named(self, path: Path) -> Path:
-        """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names."""
+    def named(self, path: Path) -> tuple[Path, list[str]]:
+        """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names.
+
+        With it, a sentence about each newer one that is damaged.
+        """
         if not path.is_dir():
             raise CheckpointError(f"there is no checkpoint {path}")
         if not _STEP.match(path.name):
@@ -102,11 +105,17 @@ class CheckpointStore:
             whole, complaints = CheckpointStore(inner).newest_whole()
             if whole is None:
                 raise CheckpointError("\n".join([*complaints, f"there is no whole checkpoint in {inner}"]))
-            return whole
+            return whole, complaints
         problems = problems_of(path)
         if problems:
             raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
-        return path
+        return path, []
+
+    def supersede_after(self, step: int) -> None:
+        """A run that goes on from an earlier step makes the later ones anew: the old ones no longer count."""
+        for found in self.every():
+            if found.step > step:
+                found.path.rename(self._free_name(f"superseded-{found.path.name.removeprefix(_REPLACED)}"))
 
     def best(self, mode: str) -> Found | None:
         scored = self._by_metric(mode)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 
@@ -33,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     store = CheckpointStore(inside if inside.is_dir() else Path(config.checkpoint_folder))
     best = store.best(config.training.monitor_mode) if args.checkpoint == "best" else None
     wanted = args.checkpoint if args.checkpoint not in ("best", "last") else (best.path if best else store.folder)
-    checkpoint = store.named(Path(wanted))
+    checkpoint, complaints = store.named(Path(wanted))
+    for complaint in complaints:
+        print(f"warning: {complaint}", file=sys.stderr)
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -53,7 +53,7 @@ def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:
     if kind in bounds:
         return f"Allowed: {bounds[kind].format(**ctx)}"
     if kind == "literal_error":
-        return f"Allowed: {ctx['expected'].replace(chr(39), '').replace(' or ', ', ')}"
+        return f"Allowed: {ctx['expected'].replace(chr(39), '').replace(' or ', ', ').replace('False', 'false')}"
     types_ = {
         "int": "a whole number",
         "float": "a number",
@@ -68,19 +68,17 @@ def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:
 
 
 def _nearest(path: KeyPath, schema: type[BaseModel]) -> str:
-    """The key of the same block that looks most alike; else the same name in another block."""
+    """The same name in another block; else the name that looks most alike, in this block or in another."""
     *parents, last = [str(part) for part in path]
     every_key = list(_keys(schema))
     siblings = [key for key in every_key if key[:-1] == tuple(parents)]
-    close = difflib.get_close_matches(last, [key[-1] for key in siblings], n=1, cutoff=0.6)
-    if close:
-        return f" Nearest: {_dotted((*parents, close[0]))}"
-    elsewhere = [key for key in every_key if key[-1] == last]
-    if not elsewhere:
-        names = difflib.get_close_matches(last, [key[-1] for key in every_key], n=1, cutoff=0.75)
-        elsewhere = [key for key in every_key if names and key[-1] == names[0]]
-    if elsewhere:
-        return f" Nearest: {_dotted(elsewhere[0])}"
+    candidates = [key for key in every_key if key[-1] == last]
+    for keys, cutoff in ((siblings, 0.6), (every_key, 0.75)):
+        if not candidates:
+            names = difflib.get_close_matches(last, [key[-1] for key in keys], n=1, cutoff=cutoff)
+            candidates = [key for key in keys if key[-1] in names]
+    if candidates:
+        return f" Nearest: {_dotted(candidates[0])}"
     return f" Keys here: {', '.join(key[-1] for key in siblings) or 'none'}"
 
 

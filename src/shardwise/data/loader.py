@@ -6,20 +6,19 @@ in a sample (augmentation, masking) is seeded by (seed, epoch, sample): it does 
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from shardwise.config import Batching, DataBlock
+from shardwise.config.seeds import Purpose
 from shardwise.data.order import Cursor, GlobalOrder, shares
+from shardwise.data.seeding import seeded
 from shardwise.errors import DataError
 
 
@@ -104,11 +103,13 @@ class Reader:
     name: str = "training"
 
     def read(self, request: Request) -> MicroBatch:
-        inputs = self.collate([self._sample(index, request.epoch) for index in request.ids])
+        samples = [self._sample(index, request.epoch) for index in request.ids]
+        with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
+            inputs = self.collate(samples)
         return MicroBatch(inputs, 0 if request.borrowed else self.count(inputs), request)
 
     def _sample(self, index: int, epoch: int) -> Any:
-        with _seeded((self.seed, epoch, index)):
+        with seeded(self.seed, Purpose.SAMPLE, epoch, index):
             try:
                 return self.samples[index]
             except DataError:
@@ -236,19 +237,3 @@ def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return type(value)(_map_tensors(item, change) for item in value)  # type: ignore[call-arg]
     return value
-
-
-@contextmanager
-def _seeded(key: tuple[int, int, int]) -> Iterator[None]:
-    """Whatever a data set draws from the usual generators follows from the key; they are left as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    words = np.random.SeedSequence(key).generate_state(2)
-    random.seed(int(words[0]))
-    np.random.seed(words[0])
-    torch.default_generator.manual_seed(int(words[1]))
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

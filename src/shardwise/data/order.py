@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config import Batching
+from shardwise.config.seeds import Purpose
 
 Indices = NDArray[np.int64]
 
@@ -43,7 +44,7 @@ class GlobalOrder:
     def permutation(self, epoch: int) -> Indices:
         if not self.shuffle:
             return np.arange(self.samples)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+        return np.random.default_rng([self.seed, Purpose.ORDER, epoch]).permutation(self.samples)
 
     def batches(self, start: Cursor, global_batch: int, epochs: int) -> Iterator[GlobalBatch]:
         """Every global batch from the cursor to the end of the last epoch. The last of an epoch may be short."""

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 from shardwise.config.schema import Optimizer
+from shardwise.errors import ShardwiseError
 
 
 def build_optimizer(model: nn.Module, options: Optimizer, lr: float) -> torch.optim.Optimizer:
     """Built after the model has been spread: the optimizer must hold the sharded parameters."""
     groups = parameter_groups(model, options.weight_decay)
+    if not groups:
+        raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=options.momentum)
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam

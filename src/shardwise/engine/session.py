@@ -19,16 +19,17 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, load_into, save_from
+from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, save_from
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_task_class
+from shardwise.config.seeds import Purpose
 from shardwise.data import Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.data.seeding import seed_everything
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.seeds import WEIGHTS, seed_everything
 from shardwise.engine.step import Parts, StepResult, run_step
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.parallel import World, spread
@@ -125,7 +126,7 @@ class Session:
 
     def _build(self, task: Task) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
-            seed_everything(self.config.seed, WEIGHTS)  # the same on every rank, or weights would differ
+            seed_everything(self.config.seed, Purpose.WEIGHTS)  # the same on every rank, or weights would differ
             return task.build_model()
 
         return build
@@ -244,6 +245,7 @@ class Session:
             return None
         path, progress = found
         self._check_same_run(progress)
+        go_on_from(progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
         self.saved_at = progress.step
         self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric

@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from shardwise.config import Config
+from shardwise.config.seeds import Purpose
 from shardwise.data import StepBatch
+from shardwise.data.seeding import seed_everything
 from shardwise.engine.clip import clip, global_norm, gradients
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.seeds import STEP, seed_everything
 from shardwise.errors import NonFiniteError, ShardwiseError
 from shardwise.parallel import Spread, World
 from shardwise.tasks import Task
@@ -89,7 +90,7 @@ def run_step(
             f"step {step}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
         )
 
-    seed_everything(parts.config.seed, STEP, step, world.rank)  # dropout differs between ranks, and resumes
+    seed_everything(parts.config.seed, Purpose.STEP, step, world.rank)  # dropout differs between ranks, and resumes
     parts.spread.model.train()
     losses: list[torch.Tensor] = []
     for position, micro in enumerate(batch.micro):

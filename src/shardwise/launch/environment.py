@@ -19,7 +19,7 @@ def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
         return False
     try:
         environ["RANK"] = environ["SLURM_PROCID"]
-        environ["WORLD_SIZE"] = environ["SLURM_NTASKS"]
+        environ["WORLD_SIZE"] = environ["SLURM_STEP_NUM_TASKS"]
         environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
         hosts = environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"]
     except KeyError as missing:

@@ -14,6 +14,7 @@ import chess
 import numpy as np
 
 from shardwise.config.chess import ChessData
+from shardwise.config.seeds import Purpose
 from shardwise.errors import DataError, MissingExtra
 
 if TYPE_CHECKING:
@@ -176,6 +177,6 @@ class _Subset(Sequence[str]):
 def _split(texts: Sequence[str], valid_fraction: float, seed: int) -> tuple[Sequence[str], Sequence[str]]:
     if len(texts) < 2:
         raise DataError("one game cannot be split into training and validation: give more, or data.valid_paths")
-    order = np.random.default_rng([seed, 0x5711]).permutation(len(texts))
+    order = np.random.default_rng([seed, Purpose.SPLIT]).permutation(len(texts))
     held_out = min(len(texts) - 1, max(1, round(valid_fraction * len(texts))))
     return _Subset(texts, np.sort(order[held_out:])), _Subset(texts, np.sort(order[:held_out]))
