@@ -18,9 +18,6 @@ class DataError(ShardwiseError):
 class MissingExtra(ShardwiseError):
     """An optional package is needed and not installed."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-
     @classmethod
     def of(cls, package: str, extra: str, purpose: str) -> MissingExtra:
         return cls(f"{purpose} needs the package {package!r}: pip install 'shardwise[{extra}]'")

@@ -72,7 +72,7 @@ def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None
     assert done.returncode == 2 and done.stderr == "error: --set: data.samples: 0 is not allowed. Allowed: 1 or more\n"
     done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "latest")
     assert done.returncode == 2
-    assert done.stderr == "error: rank 0: --resume latest: there is no whole checkpoint in runs/ragged/checkpoints\n"
+    assert done.stderr == "error: --resume latest: there is no whole checkpoint in runs/ragged/checkpoints\n"
 
 
 @contextmanager

@@ -28,6 +28,7 @@ def run_evaluation(parts: Parts, batches: Iterable[StepBatch]) -> dict[str, floa
                     own = not micro.request.borrowed
                     sums[name] += float(metric.sum) if own else 0.0
                     counts[name] += float(metric.count) if own else 0.0
+    model.train()
     names = sorted(sums)
     everyone = parts.world.gather(names)
     if any(other != names for other in everyone):

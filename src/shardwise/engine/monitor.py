@@ -199,7 +199,7 @@ class Monitor:
                 "global": batching.global_batch,
             },
             "total_steps": session.total_steps,
-            "mfu": {"formula": formula, "peak_flops": self.rates.peak},
+            "mfu": {"formula": formula, "peak_flops": self.rates.peak, "peak": "dense bf16, all devices"},
         }
 
 

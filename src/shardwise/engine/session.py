@@ -40,13 +40,12 @@ class Session:
     def __init__(self, config: Config | str | Path) -> None:
         self.config = config if isinstance(config, Config) else load_config(config)
         training = self.config.training
-        size_wanted = training.num_gpus
         self.world = World.join(training.device, connect=self._needs_group())
-        if size_wanted is not None and size_wanted != self.world.size:
+        if training.num_gpus not in (None, self.world.size):
             self.world.leave()
             raise ConfigError(
-                f"training.num_gpus: {size_wanted}, but {self.world.size} rank(s) were started. "
-                f"Start {size_wanted}, or leave num_gpus out to take what there is"
+                f"training.num_gpus: {training.num_gpus}, but {self.world.size} rank(s) were started. "
+                f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
             )
         self.strategy = self.config.strategy_on(self.world.size)
         self.batching: Batching = resolve_batching(training, self.world.size)
@@ -73,7 +72,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error, ending NCCL's group would wait for collectives that never come; the process is about to end.
+        if error is None or self.world.device.type == "cpu":
+            self.close()
 
     def close(self) -> None:
         if self._parts is not None:
@@ -122,6 +123,7 @@ class Session:
             precision=precision,
             scaler=precision.scaler(),
         )
+        spread_model.model.train()
         return spread_model.model
 
     def _build(self, task: Task) -> Callable[[], nn.Module]:

@@ -91,8 +91,7 @@ def run_step(
         )
 
     seed_everything(parts.config.seed, Purpose.STEP, step, world.rank)  # dropout differs between ranks, and resumes
-    parts.spread.model.train()
-    losses: list[torch.Tensor] = []
+    total = torch.zeros((), device=world.device)
     for position, micro in enumerate(batch.micro):
         last = position == len(batch.micro) - 1
         with parts.spread.reducing_gradients(now=last):
@@ -103,7 +102,8 @@ def run_step(
             # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
             weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count, micro.count)
             parts.scaler.scale(loss.sum * weight).backward()
-            losses.append(loss.sum.detach().float() * (weight > 0))
+            if not micro.request.borrowed:
+                total += loss.sum.detach()
     clock.lap("compute")
 
     parts.scaler.unscale_(parts.optimizer)
@@ -112,7 +112,7 @@ def run_step(
         raise ShardwiseError(
             f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?"
         )
-    norm, loss_sum = torch.stack([global_norm(grads), torch.stack(losses).sum()]).tolist()
+    norm, loss_sum = torch.stack([global_norm(grads), total]).tolist()
     result = StepResult(
         step,
         skipped=not math.isfinite(norm),

@@ -72,6 +72,7 @@ def run_ranks(entry: Callable[..., int], args: tuple[Any, ...], count: int) -> d
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="127.0.0.1",  # the machine's own name need not resolve
             max_restarts=0,
             start_method="spawn",
             logs_specs=DefaultLogsSpecs(log_dir=scratch, redirects=Std.NONE, tee=Std.NONE),
@@ -149,7 +150,8 @@ def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> E
     if real:
         first = real[0]
         if first.for_user:
-            return LaunchError(first.message if count == 1 else f"rank {first.rank}: {first.message}")
+            # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
+            return LaunchError(first.message)
         return LaunchError(f"rank {first.rank} failed:\n{first.trace}")
     silent = sorted(set(range(count)) - {error.rank for error in errors})
     rank, died = failure.get_first_failure()
