@@ -124,6 +124,26 @@ def test_a_changed_setting_of_the_optimizer_counts_after_a_resume(ranks: RankPoo
     ]
 
 
+def test_the_best_metric_resumes(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=ddp", *work.folder_of(tmp_path)]
+    before = ranks.run(2, work.with_session, CONFIG, folder, _save_twice)[0]
+    assert before == 0.5
+    assert ranks.run(2, work.with_session, CONFIG, folder, _best_after_resume) == [0.5, 0.5]
+
+
+def _save_twice(session: Any) -> float | None:
+    batches = session.batches()
+    for loss in (0.5, 0.7):  # the later is worse, so the best is not simply the last
+        session.step(next(batches))
+        session.save({"loss": loss})
+    return session.best_metric
+
+
+def _best_after_resume(session: Any) -> float | None:
+    session.resume("latest")
+    return session.best_metric
+
+
 def _decay(session: Any) -> list[float]:
     session.resume("latest")
     return [group["weight_decay"] for group in session.parts.optimizer.param_groups]

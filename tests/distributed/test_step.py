@@ -134,3 +134,29 @@ def _evaluate(session: Any) -> dict[str, float]:
 def test_the_wrong_number_of_ranks_is_refused(ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"training.num_gpus: 3, but 2 rank\(s\) were started"):
         ranks.run(2, work.train, "task: tests.tasks:Ragged\n", ["training.num_gpus=3"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_are_reduced_on_the_last_micro_batch_only(ranks: RankPool, strategy: str) -> None:
+    text = "task: tests.tasks:Ragged\n"
+    counts = []
+    for batch_size, accumulation in ((6, 1), (2, 3)):
+        overrides = [
+            f"training.strategy={strategy}",
+            f"training.batch_size={batch_size}",
+            f"training.gradient_accumulation={accumulation}",
+        ]
+        counts.append(ranks.run(2, work.with_session, text, overrides, _reductions_in_a_step)[0])
+    assert counts[0] == counts[1] > 0
+
+
+def _reductions_in_a_step(session: Any) -> int:
+    """How often the step calls the collective that carries gradients (under ddp, the agreement is one such call too)."""
+    from torch.profiler import profile
+
+    collective = "c10d::allreduce_" if session.strategy == "ddp" else "c10d::_reduce_scatter_base_"
+    batches = iter(session.batches())
+    session.step(next(batches))  # DDP builds its buckets anew after the first step
+    with profile() as record:
+        session.step(next(batches))
+    return sum(event.count for event in record.key_averages() if event.key == collective)
