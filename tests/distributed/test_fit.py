@@ -157,6 +157,13 @@ def test_tensorboard_and_offline_wandb_get_what_metrics_jsonl_gets(ranks: RankPo
     assert len(offline) == 1 and offline[0].stat().st_size > 0
 
 
+def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"])
+    again = fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"], resume="auto")
+    assert again["steps"] == 9 and "this run is finished" in again["output"]
+    assert fit(ranks, tmp_path, DDP, resume="auto")["steps"] == 27
+
+
 def test_a_different_global_batch_on_resume_is_said(ranks: RankPool, tmp_path: Path) -> None:
     fit(ranks, tmp_path, [*DDP, "training.max_steps=3"])
     resumed = fit(ranks, tmp_path, [*DDP, "training.batch_size=5"], resume="auto")

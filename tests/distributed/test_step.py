@@ -98,6 +98,56 @@ def test_a_count_that_the_loss_contradicts_is_refused(ranks: RankPool) -> None:
         ranks.run(1, work.train, config(Miscounted), ["training.strategy=single"])
 
 
+class UnusedParameters(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.never_called = nn.Linear(3, 3)
+        return model
+
+
+class BareTensor(Ragged):
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return super().loss(model, batch).sum
+
+
+class NotReduced(Ragged):
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.sum.expand(2), loss.count)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (BareTensor, r"step 0: the task's loss\(\) returned Tensor, not a Loss\(sum, count\)"),
+        (NotReduced, r"step 0: the task's loss\(\) has a sum of shape \(2,\); it must be a single number"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_count_is_refused(ranks: RankPool, task: type, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(1, work.train, config(task), ["training.strategy=single"])
+
+
+def test_parameters_without_gradient_are_named_as_the_cause_and_allowed_on_request(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"set training\.ddp\.find_unused_parameters: true"):
+        ranks.run(2, work.train, config(UnusedParameters), ["training.strategy=ddp"])
+    allowed = ["training.strategy=ddp", "training.ddp.find_unused_parameters=true"]
+    expected = ranks.run(
+        1, work.train, config(UnusedParameters), ["training.strategy=single", "training.batch_size=8"]
+    )[0]
+    for overrides in (allowed, ["training.strategy=fsdp"]):
+        result = ranks.run(2, work.train, config(UnusedParameters), overrides)[0]
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_a_metric_that_does_not_exist_cannot_decide_what_is_best(ranks: RankPool) -> None:
+    text = "task: tests.tasks:Ragged\ntraining: {monitor: accuracy}\n"
+    with pytest.raises(
+        AssertionError, match=r"training.monitor: 'accuracy' is not a metric of this task; there is loss"
+    ):
+        ranks.run(2, work.with_session, text, [], _evaluate)
+
+
 def test_a_loss_without_gradient_is_refused(ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match="no parameter got a gradient"):
         ranks.run(1, work.train, config(Unmoved), ["training.strategy=single"])

@@ -86,6 +86,9 @@ class Scheduler(Block):
 
 class Ddp(Block):
     bucket_cap_mb: float = Field(25.0, gt=0, description="Gradients are reduced in buckets of about this size.")
+    find_unused_parameters: bool = Field(
+        False, description="Some parameters get no gradient in some steps; costs a walk over the graph per step."
+    )
     static_graph: bool = Field(False, description="The same parameters are used in every step; lets DDP do less.")
 
 

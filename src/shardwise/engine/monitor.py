@@ -72,6 +72,8 @@ class Monitor:
                     f"will not be the same; training.total_batch_size: {session.batch_before} keeps it"
                 )
             self._recall()
+            if session.steps_done >= session.total_steps:
+                self.console.say("this run is finished; a larger training.max_epochs or max_steps makes it go on")
         self.rates.began = time.perf_counter()
 
     def stepped(self, result: StepResult) -> None:

@@ -210,7 +210,13 @@ class Session:
             self.world.device,
             self.config.data,
         )
-        return run_evaluation(self.parts, loader)
+        metrics = run_evaluation(self.parts, loader)
+        if self.config.training.monitor not in metrics:
+            raise ConfigError(
+                f"training.monitor: {self.config.training.monitor!r} is not a metric of this task; "
+                f"there is {', '.join(metrics)}"
+            )
+        return metrics
 
     # ---------------------------------------------------------------- save and resume
 

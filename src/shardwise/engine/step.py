@@ -18,14 +18,14 @@ from torch import nn
 
 from shardwise.config import Config
 from shardwise.config.seeds import Purpose
-from shardwise.data import StepBatch
+from shardwise.data import MicroBatch, StepBatch
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.clip import clip, global_norm, gradients
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import NonFiniteError, ShardwiseError
 from shardwise.parallel import Spread, World
-from shardwise.tasks import Task
+from shardwise.tasks import Loss, Task
 
 SMALLEST_SCALE = 2.0**-24
 """A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
@@ -96,9 +96,7 @@ def run_step(
         last = position == len(batch.micro) - 1
         with parts.spread.reducing_gradients(now=last):
             with parts.precision.autocast():
-                loss = parts.task.loss(parts.spread.model, micro.inputs)
-            if not micro.request.borrowed:
-                _check_count(loss.count, micro.count, step)
+                loss = _loss_of(parts, micro, step)
             # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
             weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count, micro.count)
             parts.scaler.scale(loss.sum * weight).backward()
@@ -144,6 +142,28 @@ def run_step(
 def loss_weight(world: int, global_count: float, micro_count: int) -> float:
     """What a micro-batch's summed loss is multiplied by: the one place where a loss is divided."""
     return world / global_count
+
+
+def _loss_of(parts: Parts, micro: MicroBatch, step: int) -> Loss:
+    """The task's loss, and whether it is what a loss must be."""
+    try:
+        loss = parts.task.loss(parts.spread.model, micro.inputs)
+    except RuntimeError as error:
+        if "find_unused_parameters=True" not in str(error):
+            raise
+        raise ShardwiseError(
+            f"step {step - 1}: some parameters got no gradient, which strategy ddp must know of beforehand: "
+            "set training.ddp.find_unused_parameters: true, or freeze or remove those parameters"
+        ) from error
+    if not isinstance(loss, Loss):
+        raise ShardwiseError(f"step {step}: the task's loss() returned {type(loss).__name__}, not a Loss(sum, count)")
+    if loss.sum.ndim:
+        raise ShardwiseError(
+            f"step {step}: the task's loss() has a sum of shape {tuple(loss.sum.shape)}; it must be a single number"
+        )
+    if not micro.request.borrowed:
+        _check_count(loss.count, micro.count, step)
+    return loss
 
 
 def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:

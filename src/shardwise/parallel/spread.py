@@ -192,6 +192,7 @@ def _replicate(module: nn.Module, training: Training, world: World) -> Spread:
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         bucket_cap_mb=training.ddp.bucket_cap_mb,
+        find_unused_parameters=training.ddp.find_unused_parameters,
         static_graph=training.ddp.static_graph,
         gradient_as_bucket_view=True,
         **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
