@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from typing import Any
 
 import torch
@@ -118,11 +120,23 @@ class Slow(Ragged):
     """Takes its time, so that a test can interrupt it."""
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
-        torch.manual_seed(0)
-        import time
-
         time.sleep(0.1)
         return super().loss(model, batch)
+
+
+class Endless(Ragged):
+    """A step that does not end."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        if model.training:
+            print("in an endless step", flush=True)
+            time.sleep(3600)
+        return super().loss(model, batch)
+
+
+class Exits(Ragged):
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        sys.exit(0)
 
 
 def sequences(number: int, seed: int) -> list[Tensor]:

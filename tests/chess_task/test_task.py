@@ -102,12 +102,24 @@ def test_any_architecture_is_built_from_sizes(architecture: str) -> None:
     torch.testing.assert_close(task.loss(model, batch).sum, task.loss(model, batch).sum)  # dropout is off by default
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert"])
+def test_no_model_sees_the_moves_it_is_to_predict(architecture: str) -> None:
+    task = task_of(f"model.architecture={architecture}")
+    model = task.build_model().eval()
+    ids = torch.tensor([task.train_data()[0].ids])
+    changed = ids.clone()
+    changed[0, -1] = 7
+    with torch.no_grad():
+        before, after = (model(input_ids=tokens).logits[0, :-1] for tokens in (ids, changed))
+    assert torch.equal(before, after)
+
+
 def test_flops_follow_the_named_formula() -> None:
     task = task_of("model.tie_embeddings=false")
     model: Any = task.build_model()
     embedding = model.get_input_embeddings().weight.numel()
     weights = sum(parameter.numel() for parameter in model.parameters()) - embedding
-    assert task.flops_per_count(model) == 6 * weights + 12 * 2 * 16 * 256
+    assert task.flops_per_count(model) == 6 * weights + 12 * 2 * 16 * 14  # 12 half-moves, begin and end
 
 
 def test_a_folder_with_a_pretrained_model_is_loaded_with_its_tokenizer(tmp_path: Path) -> None:
@@ -152,7 +164,7 @@ def test_a_text_that_is_no_game_is_named() -> None:
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
-        (["model.architecture=lama"], ConfigError, "'lama' is not a Hugging Face model type"),
+        (["model.architecture=lama"], ConfigError, "'lama' is not a Hugging Face model type for causal"),
         (
             ["model.name=/nowhere/model", "tokenizer.strategy=moves"],
             DataError,

@@ -123,6 +123,26 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(tmp_path:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_second_ctrl_c_ends_a_long_step_at_once(tmp_path: Path) -> None:
+    write(tmp_path, "Endless")
+    with running(tmp_path, "train", "ragged.yaml") as (process, wait_for):
+        wait_for("in an endless step")
+        family = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for("stopping before the next step; Ctrl-C again to stop at once")
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
+def test_a_task_that_exits_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "Exits")
+    done = shardwise(tmp_path, "train", "ragged.yaml")
+    assert done.returncode == 2
+    assert "the task called sys.exit(0) during the run" in done.stderr
+
+
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
     write(tmp_path, "Slow", epochs=50)
     with running(tmp_path, "train", "ragged.yaml") as (process, wait_for):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.tasks import Loss
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.tasks import Ragged, config_of
@@ -119,7 +120,7 @@ def _comparable(file: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in measured} for line in lines(file)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: RankPool, tmp_path: Path, number: int) -> None:
     outcomes = ranks.run(2, functools.partial(_fit_with_signal, number), CONFIG, DDP, str(tmp_path))
     assert [(outcome["stopped"], outcome["steps"]) for outcome in outcomes] == [(True, 5)] * 2
@@ -162,6 +163,34 @@ def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(ranks: RankPool,
     again = fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"], resume="auto")
     assert again["steps"] == 9 and "this run is finished" in again["output"]
     assert fit(ranks, tmp_path, DDP, resume="auto")["steps"] == 27
+
+
+def test_resumed_before_the_first_checkpoint_the_run_begins_again_and_logs_each_step_once(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="power cut"):
+        ranks.run(2, functools.partial(_fit_until, 5), CONFIG, DDP, str(tmp_path))
+    fit(ranks, tmp_path, DDP, resume="auto")
+    run = tmp_path / "runs" / "ragged"
+    for file in (run / "metrics.jsonl", run / "ranks" / "rank-0000.jsonl", run / "ranks" / "rank-0001.jsonl"):
+        steps = [line["step"] for line in lines(file) if "eval" not in line]
+        assert steps == sorted(set(steps)) and steps[0] == 1, file.name
+
+
+class Sometimes(Ragged):
+    """A metric that has nothing to count at first, as precision has before anything is predicted."""
+
+    calls = 0
+
+    def evaluate(self, model: Any, batch: Any) -> Any:
+        loss = super().evaluate(model, batch)["loss"]
+        Sometimes.calls += 1
+        return {"loss": loss, "precision": Loss(loss.sum, 0 if Sometimes.calls < 3 else 1)}
+
+
+def test_a_metric_without_a_first_value_is_shown_without_one(ranks: RankPool, tmp_path: Path) -> None:
+    outcome = fit(ranks, tmp_path, [*DDP, "task=tests.distributed.test_fit:Sometimes"])
+    assert "precision              none →" in outcome["output"]
 
 
 def test_a_different_global_batch_on_resume_is_said(ranks: RankPool, tmp_path: Path) -> None:

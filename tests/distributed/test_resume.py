@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.distributed.test_parity import assert_same_curve
+from tests.tasks import Ragged
 
 CONFIG = """
 task: tests.tasks:Ragged
@@ -122,6 +124,81 @@ def test_a_changed_setting_of_the_optimizer_counts_after_a_resume(ranks: RankPoo
     assert ranks.run(1, work.with_session, CONFIG, [*folder, "training.optimizer.weight_decay=0.5"], _decay) == [
         [0.5, 0.0]
     ]
+
+
+class Normed(Ragged):
+    """With running statistics, which every rank sees differently, and a parameter that never gets a gradient."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.never_used = nn.Linear(2, 2)
+        model.norm = nn.Sequential(_Flat(nn.BatchNorm1d(16)), model.norm)
+        return model
+
+
+class _Flat(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+
+
+NORMED = CONFIG.replace("tests.tasks:Ragged", "tests.distributed.test_resume:Normed")
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_running_statistics_and_unused_parameters_resume_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    size = 1 if strategy == "single" else 2
+    overrides = [f"training.strategy={strategy}", "training.ddp.find_unused_parameters=true", *work.folder_of(tmp_path)]
+    job = functools.partial(work.train, evaluate=True)
+    whole = ranks.run(size, job, NORMED, overrides)
+    ranks.run(size, functools.partial(work.train, steps=4, save=True), NORMED, overrides)
+    parts = ranks.run(size, functools.partial(job, resume="latest"), NORMED, overrides)
+    for rank in range(size):
+        assert parts[rank]["metrics"] == whole[0]["metrics"]
+        for name, value in whole[0]["weights"].items():
+            if "never_used" not in name:
+                assert torch.equal(parts[rank]["weights"][name], value), f"{name} on rank {rank}"
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["{name: adam, lr: 0.01, weight_decay: 0.1}", "{name: sgd, lr: 0.1, momentum: 0.9}"]
+)
+def test_a_checkpoint_before_the_first_step_changes_nothing(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
+    overrides = ["training.strategy=single", f"training.optimizer={optimizer}", *work.folder_of(tmp_path)]
+    whole = ranks.run(1, work.train, CONFIG, overrides)[0]
+    ranks.run(1, functools.partial(work.train, steps=0, save=True), CONFIG, overrides)
+    resumed = ranks.run(1, functools.partial(work.train, resume="latest"), CONFIG, overrides)[0]
+    assert resumed["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_resumed_with_another_global_batch_the_epochs_are_still_completed(
+    ranks: RankPool, tmp_path: Path, before: int, after: int
+) -> None:
+    text = "task: tests.tasks:Ragged\nname: r\ntraining: {batch_size: 2, max_epochs: 2, max_steps: 400}\n"
+    ranks.run(before, work.run_fit, text, ["training.max_steps=8"], str(tmp_path))
+    ended = ranks.run(after, functools.partial(work.run_fit, resume="auto"), text, [], str(tmp_path))[0]
+    used, left = 8 * 2 * before, 2 * 53 - 8 * 2 * before
+    if used > 53:  # the first epoch ended with a short batch
+        used = 53 + (8 - -(-53 // (2 * before))) * 2 * before
+        left = 2 * 53 - used
+    in_epoch = left if used >= 53 else 53 - used
+    steps = -(-in_epoch // (2 * after)) + (0 if used >= 53 else -(-53 // (2 * after)))
+    assert ended["steps"] == 8 + steps
+    assert (tmp_path / "runs" / "r" / "checkpoints" / f"step-{ended['steps']:08d}").is_dir()
+
+
+def test_a_new_run_in_a_folder_with_older_checkpoints_keeps_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    folder = ["training.strategy=ddp", *work.folder_of(tmp_path)]
+    ranks.run(2, functools.partial(work.train, steps=6, save=True), CONFIG, folder)
+    new = ranks.run(2, functools.partial(work.train, steps=2, save=True), CONFIG, folder)[0]
+    assert Path(new["checkpoint"]).is_dir()
+    assert ranks.run(2, functools.partial(work.train, resume="auto"), CONFIG, folder)[0]["from"] == 2
 
 
 def test_the_best_metric_resumes(ranks: RankPool, tmp_path: Path) -> None:

@@ -121,7 +121,21 @@ class _LooseTensor(Ragged):
         return model
 
 
-@pytest.mark.parametrize("kind", ["_CannotBeMeta", "_LooseTensor"])
+class _LooseList(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.loose = {"a": [torch.ones(3)]}  # type: ignore[assignment]
+        return model
+
+
+class _Numpy(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.embedding.weight.detach().numpy()  # type: ignore[operator, union-attr]
+        return model
+
+
+@pytest.mark.parametrize("kind", ["_CannotBeMeta", "_LooseTensor", "_LooseList", "_Numpy"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_model_that_cannot_be_built_without_weights_is_built_with_them(
     ranks: RankPool, kind: str, strategy: str
@@ -130,6 +144,34 @@ def test_a_model_that_cannot_be_built_without_weights_is_built_with_them(
     expected = ranks.run(1, work.train, CONFIG, ["training.strategy=single", "training.batch_size=12"])[0]
     result = ranks.run(2, work.train, text, [f"training.strategy={strategy}", "training.batch_size=6"])[0]
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+class _OneBlockThrice(Ragged):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.layers = nn.ModuleList([model.layers[0]] * 3)
+        return model
+
+
+def test_one_block_used_again_works_under_ddp_and_is_refused_under_fsdp(ranks: RankPool) -> None:
+    text = "task: tests.distributed.test_spread:_OneBlockThrice\n"
+    expected = ranks.run(1, work.train, text, ["training.strategy=single", "training.batch_size=12"])[0]
+    result = ranks.run(2, work.train, text, ["training.strategy=ddp", "training.batch_size=6"])[0]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    with pytest.raises(AssertionError, match=r"cannot shard layers.1, which is layers.0 used again: use ddp"):
+        ranks.run(2, work.train, text, ["training.strategy=fsdp", "training.batch_size=6"])
+
+
+class _Scalar(Ragged):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.temperature = nn.Parameter(torch.tensor(1.0))
+        return model
+
+
+def test_a_scalar_parameter_is_named_under_fsdp(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match="fsdp cannot shard the scalar parameter temperature: give it the shape"):
+        ranks.run(2, work.train, "task: tests.distributed.test_spread:_Scalar\n", ["training.strategy=fsdp"])
 
 
 def test_a_users_own_model_starts_from_rank_zeros_weights_whatever_the_seeds(ranks: RankPool) -> None:

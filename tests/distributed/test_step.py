@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,7 +131,9 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(ranks: RankPool, task: type,
 
 
 def test_parameters_without_gradient_are_named_as_the_cause_and_allowed_on_request(ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match=r"set training\.ddp\.find_unused_parameters: true"):
+    with pytest.raises(
+        AssertionError, match=r"never_called.weight, never_called.bias.\n  Set training.ddp.find_unused"
+    ):
         ranks.run(2, work.train, config(UnusedParameters), ["training.strategy=ddp"])
     allowed = ["training.strategy=ddp", "training.ddp.find_unused_parameters=true"]
     expected = ranks.run(
@@ -138,6 +142,45 @@ def test_parameters_without_gradient_are_named_as_the_cause_and_allowed_on_reque
     for overrides in (allowed, ["training.strategy=fsdp"]):
         result = ranks.run(2, work.train, config(UnusedParameters), overrides)[0]
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_an_infinite_loss_in_the_last_step_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
+    last = ["training.strategy=ddp", "training.max_steps=1", f"run_dir={tmp_path}"]
+    with pytest.raises(AssertionError, match="step 0: the loss is not finite on rank 1"):
+        ranks.run(2, functools.partial(work.train, save=True), config(InfiniteLossFiniteGradient), last)
+    assert not list(tmp_path.glob("checkpoints/step-*"))
+
+
+class ValidationOnRankZero(Ragged):
+    def valid_data(self) -> Any:
+        import os
+
+        return super().valid_data() if os.environ["RANK"] == "0" else None
+
+
+def test_ranks_that_see_different_data_are_told_before_they_wait_for_each_other(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"data of different sizes .*\(53, 11\), \(53, None\)"):
+        ranks.run(2, work.train, config(ValidationOnRankZero), ["training.strategy=ddp"])
+
+
+class TensorCount(Ragged):
+    def count(self, batch: dict[str, Tensor]) -> Any:
+        return (batch["ids"][:, 1:] >= 0).sum()
+
+
+def test_a_count_may_be_a_tensor(ranks: RankPool) -> None:
+    plain = ranks.run(
+        1, work.train, "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n", ["training.strategy=single"]
+    )
+    assert (
+        ranks.run(1, work.train, config(TensorCount), ["training.strategy=single"])[0]["losses"] == plain[0]["losses"]
+    )
+
+
+def test_static_graph_with_accumulation_is_refused(ranks: RankPool) -> None:
+    overrides = ["training.strategy=ddp", "training.ddp.static_graph=true", "training.gradient_accumulation=2"]
+    with pytest.raises(AssertionError, match="static_graph does not go with gradient accumulation"):
+        ranks.run(2, work.train, config(Ragged).replace("test_step:Ragged", "test_step:Poisoned"), overrides)
 
 
 def test_a_metric_that_does_not_exist_cannot_decide_what_is_best(ranks: RankPool) -> None:

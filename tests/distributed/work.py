@@ -42,8 +42,8 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
                 record["norms"].append(result.grad_norm)
                 record["lrs"].append(result.lr)
                 record["ids"].append(batch.ids)
-            record["weights"] = full_weights(session)
             record["metrics"] = session.evaluate() if evaluate else {}
+            record["weights"] = full_weights(session)
             record["skipped"] = session.skipped_steps
             if save:
                 record["checkpoint"] = str(session.save(record["metrics"]))

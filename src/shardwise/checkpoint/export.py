@@ -7,14 +7,12 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.state import load_model
-from shardwise.parallel.spread import materialize
+from shardwise.parallel.spread import build_shape, materialize
 from shardwise.tasks import Task
 
 
 def export_checkpoint(task: Task, checkpoint: Path, folder: Path) -> None:
     """In one process, whatever strategy wrote the checkpoint: shards are put together as they are read."""
-    with torch.device("meta"):
-        model = task.build_model()
-    materialize(model, torch.device("cpu"))
+    model = materialize(build_shape(task.build_model), torch.device("cpu"))
     load_model(model, checkpoint)
     task.export(model, folder)

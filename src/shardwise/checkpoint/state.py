@@ -55,7 +55,7 @@ def save_from(
     """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
     _together(world, lambda: store.begin(progress.step) if world.is_first else None, "prepare the checkpoint folder")
     aside = store.aside(progress.step)
-    weights, moments = _state_of(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer)
     try:
         with _quiet():
             save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
@@ -86,8 +86,8 @@ def load_into(
     path = _choose(which, store, world)
     if path is None:
         return None
-    weights, moments = _state_of(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
@@ -115,17 +115,6 @@ def load_model(model: nn.Module, path: Path) -> None:
     with _quiet():
         load(state, checkpoint_id=path, no_dist=True)
     model.load_state_dict(state["model"])
-
-
-def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """PyTorch (2.13) makes missing moments by a step with rate 0, and leaves that step counted: uncount it."""
-    untouched = not optimizer.state
-    weights, moments = get_state_dict(model, optimizer)
-    if untouched:
-        for state in optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
-    return weights, moments
 
 
 def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,9 @@ LATER = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × shows ? instead of a traceback
     if arguments and arguments[0] in LATER:
         print(f"error: shardwise {arguments[0]} ({LATER[arguments[0]]}) is not built yet", file=sys.stderr)
         return 2

@@ -39,7 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     # A task of the user's own is usually a module beside the config.
     for folder in (str(Path.cwd()), str(file.resolve().parent)):
         if folder not in sys.path:
-            sys.path.insert(0, folder)
+            sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
     return parse_config(text, overrides, where=str(file), name=file.stem)
 
 

@@ -138,7 +138,8 @@ class Training(Block):
     max_epochs: int = Field(1, ge=1, description="Passes over the training data.")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many steps even if epochs are left.")
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="A loss or gradient that is no number ends the run, or that step is left out."
+        "stop",
+        description="A loss or gradient that is no number ends the run; skip leaves out the steps whose gradient is none.",
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule.")
     scheduler: Scheduler = Field(default_factory=Scheduler, description="The learning rate over the steps.")

@@ -106,7 +106,7 @@ class Reader:
         samples = [self._sample(index, request.epoch) for index in request.ids]
         with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
             inputs = self.collate(samples)
-        return MicroBatch(inputs, 0 if request.borrowed else self.count(inputs), request)
+        return MicroBatch(inputs, 0 if request.borrowed else int(self.count(inputs)), request)
 
     def _sample(self, index: int, epoch: int) -> Any:
         with seeded(self.seed, Purpose.SAMPLE, epoch, index):

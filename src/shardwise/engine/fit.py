@@ -29,7 +29,7 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
             session.prepare()
             monitor = Monitor(session, folder, console)
             resumed = session.resume(resume) if resume else None
-            monitor.begin(resumed)
+            monitor.begin(resumed, resuming=resume is not None)
             with _stop_on_signal(session):
                 stopped = _train(session, monitor)
             return monitor.end(stopped)
@@ -42,7 +42,8 @@ def _train(session: Session, monitor: Monitor) -> bool:
     """Returns whether the run was asked to stop before its end."""
     training = session.config.training
     if training.eval_at_start and session.steps_done == 0:
-        monitor.evaluated(session.evaluate())
+        with monitor.pausing():
+            monitor.evaluated(session.evaluate())
     for batch in session.batches():
         result = session.step(batch)
         if result.stopped:
@@ -84,7 +85,7 @@ def _claim(folder: RunFolder, session: Session, *, resume: str | None, fresh: bo
 
 @contextmanager
 def _stop_on_signal(session: Session) -> Iterator[None]:
-    """The first SIGTERM or SIGINT asks all ranks to leave together before the next step; a second one leaves at once."""
+    """The first signal asks all ranks to leave together before the next step; a second one leaves at once."""
 
     asked_at: float | None = None
 
@@ -97,7 +98,7 @@ def _stop_on_signal(session: Session) -> Iterator[None]:
         asked_at = asked_at or now
         session.stop_requested = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         yield
     finally:

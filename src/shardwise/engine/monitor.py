@@ -46,12 +46,12 @@ class Monitor:
 
     # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
 
-    def begin(self, resumed: Path | None) -> None:
+    def begin(self, resumed: Path | None, *, resuming: bool) -> None:
         session, batching = self.session, self.session.batching
+        if resuming:  # from the beginning, where there was no checkpoint yet
+            self.folder.forget_after(session.steps_done if resumed else -1)
         if session.world.is_first:
             self.folder.describe(session.config, self._facts())
-            if resumed is not None:
-                self.folder.forget_after(session.steps_done)
             self.trackers = open_trackers(session.config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in session.parts.spread.module.parameters())
         devices = f"{session.world.size} × {self.device_name}" if session.world.size > 1 else self.device_name
@@ -148,7 +148,9 @@ class Monitor:
         if self.first_loss is not None and self.last_loss is not None:
             lines.append(f"  {'training loss':<22} {self.first_loss:.4g} → {self.last_loss:.4g}")
         for name, value in self.after.items():
-            lines.append(f"  {name.replace('_', ' '):<22} {_figure(name, self.before[name])} → {_figure(name, value)}")
+            lines.append(
+                f"  {name.replace('_', ' '):<22} {_figure(name, self.before.get(name))} → {_figure(name, value)}"
+            )
         if self.session.skipped_steps:
             lines.append(f"  {'skipped steps':<22} {self.session.skipped_steps}")
         lines += [
@@ -205,7 +207,9 @@ class Monitor:
         }
 
 
-def _figure(name: str, value: float) -> str:
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "none"
     return f"{value:.2%}" if name.endswith(("_share", "_accuracy")) else f"{value:.4g}"
 
 

@@ -16,12 +16,39 @@ def build_optimizer(model: nn.Module, options: Optimizer, lr: float) -> torch.op
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
+    optimizer = _optimizer(groups, options, lr)
+    _make_state(optimizer)
+    return optimizer
+
+
+def _optimizer(groups: list[dict[str, Any]], options: Optimizer, lr: float) -> torch.optim.Optimizer:
     if options.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=options.momentum)
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
     settings: dict[str, Any] = {"betas": (options.betas[0], options.betas[1]), "eps": options.eps}
     return kind(groups, lr=lr, fused=True if on_cuda else None, **settings)
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Moments for every parameter from the start, all zero, as they are before a first step.
+
+    PyTorch makes them when a parameter gets its first gradient. A checkpoint of a parameter that never got one would lack
+    them, and could not be loaded; and what `get_state_dict` (torch 2.13) makes up for them counts a step.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.step import Parts, StepResult, run_step
+from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.parallel import World, spread
 from shardwise.tasks import Loss, Task
@@ -49,6 +50,8 @@ class Session:
             )
         self.strategy = self.config.strategy_on(self.world.size)
         self.batching: Batching = resolve_batching(training, self.world.size)
+        if self.strategy == "ddp" and training.ddp.static_graph and self.batching.accumulation > 1:
+            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
         self.store = CheckpointStore(Path(self.config.checkpoint_folder))
         self.cursor = Cursor()
         self.steps_done = 0
@@ -60,6 +63,8 @@ class Session:
         """The step of the newest checkpoint of this session."""
         self.batch_before: int | None = None
         """The global batch of the checkpoint that was resumed."""
+        self._begun_at: tuple[int, Cursor] = (0, Cursor())
+        """The step and the cursor that this session started from."""
         self._bad: list[int] | None = None
         self._parts: Parts | None = None
 
@@ -134,11 +139,14 @@ class Session:
         return build
 
     def _check_data(self) -> None:
-        sizes = self.world.gather(len(self.train_data))
-        if not sizes[0]:
+        if not len(self.train_data):
             raise DataError("the training data is empty")
+        held_out = None if self.valid_data is None else len(self.valid_data)
+        sizes = self.world.gather((len(self.train_data), held_out))
         if len(set(sizes)) > 1:
-            raise DataError(f"the ranks see training data of different sizes, {sizes}: they must read the same files")
+            raise DataError(
+                f"the ranks see data of different sizes (training, validation): {sizes}. They must read the same files"
+            )
 
     @property
     def parts(self) -> Parts:
@@ -158,9 +166,12 @@ class Session:
 
     @property
     def total_steps(self) -> int:
-        training = self.config.training
-        steps = training.max_epochs * self.steps_per_epoch
-        return min(steps, training.max_steps) if training.max_steps else steps
+        """Of the whole run: those before this session, and those left from where it started."""
+        training, (step, cursor) = self.config.training, self._begun_at
+        epochs_after = max(0, training.max_epochs - cursor.epoch - 1)
+        in_this_epoch = self.batching.steps_per_epoch(len(self.train_data) - cursor.consumed)
+        left = in_this_epoch + epochs_after * self.steps_per_epoch if cursor.epoch < training.max_epochs else 0
+        return min(step + left, training.max_steps or step + left)
 
     def batches(self) -> Iterator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
@@ -210,6 +221,7 @@ class Session:
             self.world.device,
             self.config.data,
         )
+        self.parts.spread.share_buffers()
         metrics = run_evaluation(self.parts, loader)
         if self.config.training.monitor not in metrics:
             raise ConfigError(
@@ -223,8 +235,13 @@ class Session:
     def save(self, metrics: dict[str, float] | None = None) -> Path:
         """Write a checkpoint of this step: whole and in place, or not there at all. All ranks call it together."""
         training = self.config.training
+        if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
+            raise explain_nonfinite(self.parts, self.steps_done - 1, self._bad is not None, self._bad or [])
+        if self.saved_at is None:  # not resumed: what lies there belongs to an earlier run
+            go_on_from(-1, self.store, self.world)
+        self.parts.spread.share_buffers()
         metric = (metrics or {}).get(training.monitor)
-        if metric is not None and (self.best_metric is None or self._better(metric, self.best_metric)):
+        if metric is not None and math.isfinite(metric) and self._better(metric, self.best_metric):
             self.best_metric = metric
         progress = Progress(
             step=self.steps_done,
@@ -243,7 +260,9 @@ class Session:
             self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
         return path
 
-    def _better(self, metric: float, than: float) -> bool:
+    def _better(self, metric: float, than: float | None) -> bool:
+        if than is None:
+            return True
         return metric < than if self.config.training.monitor_mode == "min" else metric > than
 
     def resume(self, which: str = "auto") -> Path | None:
@@ -256,6 +275,8 @@ class Session:
         go_on_from(progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
         self.saved_at = progress.step
+        self._begun_at = (progress.step, progress.cursor)
+        self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)
         self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric
         self.batch_before = progress.global_batch
         if progress.scaler and self.parts.scaler.is_enabled():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -82,7 +83,7 @@ def run_step(
     count, stops, bads = world.sum(batch.count, stop, bad is not None)
     clock.lap("agree")
     if bads and training.on_nonfinite == "stop":
-        raise _explain_nonfinite(parts, step - 1, bad is not None, bad or [])
+        raise explain_nonfinite(parts, step - 1, bad is not None, bad or [])
     if stops:
         return StepResult(step, stopped=True)
     if not count:
@@ -110,6 +111,8 @@ def run_step(
         raise ShardwiseError(
             f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?"
         )
+    if parts.spread.needs_every_gradient and len(grads) < len(parts.parameters):
+        raise _unused_parameters(parts, step)
     norm, loss_sum = torch.stack([global_norm(grads), total]).tolist()
     result = StepResult(
         step,
@@ -124,7 +127,7 @@ def run_step(
     )
     # The norm is the same on every rank, and so is the decision. Under fp16 a skipped step is how the scaler learns.
     if result.skipped and not parts.scaler.is_enabled() and training.on_nonfinite == "stop":
-        raise _explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+        raise explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
     if training.gradient_clip is not None and not result.skipped:
         clip(grads, norm, training.gradient_clip)
     for group in parts.optimizer.param_groups:
@@ -133,7 +136,7 @@ def run_step(
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
     if result.skipped and parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
-        raise _explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+        raise explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
     parts.optimizer.zero_grad()
     clock.lap("update")
     return result
@@ -146,15 +149,7 @@ def loss_weight(world: int, global_count: float, micro_count: int) -> float:
 
 def _loss_of(parts: Parts, micro: MicroBatch, step: int) -> Loss:
     """The task's loss, and whether it is what a loss must be."""
-    try:
-        loss = parts.task.loss(parts.spread.model, micro.inputs)
-    except RuntimeError as error:
-        if "find_unused_parameters=True" not in str(error):
-            raise
-        raise ShardwiseError(
-            f"step {step - 1}: some parameters got no gradient, which strategy ddp must know of beforehand: "
-            "set training.ddp.find_unused_parameters: true, or freeze or remove those parameters"
-        ) from error
+    loss = parts.task.loss(parts.spread.model, micro.inputs)
     if not isinstance(loss, Loss):
         raise ShardwiseError(f"step {step}: the task's loss() returned {type(loss).__name__}, not a Loss(sum, count)")
     if loss.sum.ndim:
@@ -179,7 +174,16 @@ def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:
         )
 
 
-def _explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> NonFiniteError:
+def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
+    named = parts.spread.module.named_parameters()
+    unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+    return ShardwiseError(
+        f"step {step}: {len(unused)} parameter(s) got no gradient, of which strategy ddp must know beforehand: "
+        f"{_brief(unused)}.\n  Set training.ddp.find_unused_parameters: true, or freeze or remove them"
+    )
+
+
+def explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> NonFiniteError:
     """Every rank comes here together; each tells whether its own loss was bad, and on which samples."""
     reports = parts.world.gather((mine, ids))
     guilty = [(rank, ids) for rank, (bad, ids) in enumerate(reports) if bad]
@@ -198,7 +202,7 @@ def _explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> N
     )
 
 
-def _brief(ids: list[int]) -> str:
+def _brief(ids: Sequence[int | str]) -> str:
     return ", ".join(map(str, ids[:16])) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
 
 

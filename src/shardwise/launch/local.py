@@ -115,9 +115,11 @@ def _rank(entry: Callable[..., int], args: tuple[Any, ...], scratch: str, parent
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):  # asked twice
             os._exit(STOPPED)
+        if isinstance(error, SystemExit):
+            error = LaunchError(f"rank {os.environ['RANK']}: the task called sys.exit({error.code}) during the run")
         record_failure(error, Path(scratch), int(os.environ["RANK"]))
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - the parent says it once, the agent must not
-        raise
+        raise error from None
     if code == STOPPED:  # the agent no longer reads results: returning would wait for it
         sys.stdout.flush()
         os._exit(STOPPED)
@@ -180,6 +182,9 @@ def _interrupts_as_sigterm() -> Iterator[list[int]]:
 
     def hand_on(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
         seen.append(number)
+        if len(seen) > 1:
+            os._exit(STOPPED)  # the ranks die with this process
+        print("stopping before the next step; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def wait() -> None:

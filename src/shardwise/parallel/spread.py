@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import Training
+from shardwise.errors import ShardwiseError
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -44,6 +45,19 @@ class Spread:
         with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not now else nullcontext():
             yield
 
+    @property
+    def needs_every_gradient(self) -> bool:
+        """DDP leaves a bucket unreduced, without a word, while one of its parameters waits for a gradient."""
+        return isinstance(self.model, DistributedDataParallel) and not self.model.find_unused_parameters
+
+    def share_buffers(self) -> None:
+        """Running statistics are rank 0's on every rank: to evaluate with, and to save."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            kept = set(self.module.state_dict())
+            for name, buffer in self.module.named_buffers():
+                if name in kept:
+                    dist.broadcast(buffer, src=0)
+
     def release(self) -> None:
         """Before the process group goes. DDP's reducer would otherwise be the last to hold it, and end it while it holds
         Python's lock, on which the group's own thread may be waiting (torch 2.13: a hang at exit, now and then)."""
@@ -55,11 +69,12 @@ class Spread:
 def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Training, world: World) -> Spread:
     """Tensor types → activation checkpointing → sharding or replicas, in this order for every model."""
     fsdp = training.fsdp
-    shape = build() if world.is_first and strategy != "fsdp" else _build_shape(build)
+    shape = build() if world.is_first and strategy != "fsdp" else build_shape(build)
     weights = _rank_zero_weights(build, shape, training, world) if strategy == "fsdp" else None
     _cast_parameters(shape, training)
     blocks = find_blocks(shape)
     if strategy == "fsdp":
+        _refuse_what_cannot_be_sharded(shape)
         assert weights is not None
         units = sharding_units(shape, blocks, fsdp.min_num_params if fsdp else 0)
         if fsdp and fsdp.activation_checkpointing:
@@ -113,20 +128,28 @@ def materialize(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def _build_shape(build: Build) -> nn.Module:
+def build_shape(build: Build) -> nn.Module:
     """The model on the meta device: no memory, no weights. A model that cannot be built there is built for real."""
     try:
         with torch.device("meta"):
             shape = build()
-    except (NotImplementedError, RuntimeError):
-        return build()
-    loose = [
-        value
-        for module in shape.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    return build() if loose else shape  # a tensor that is neither parameter nor buffer could not be filled later
+    except Exception:
+        return build()  # if the model is at fault and not the device, this says so
+    # A tensor that is neither parameter nor buffer could not be filled later.
+    loose = any(_holds_meta(value) for module in shape.modules() for value in _attributes(module))
+    return build() if loose else shape
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+
+
+def _holds_meta(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_meta(item) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_meta(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 @dataclass
@@ -158,6 +181,19 @@ def _cast_parameters(model: nn.Module, training: Training) -> None:
 def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
     chosen = {id(block) for block in blocks}
     apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+
+
+def _refuse_what_cannot_be_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise ShardwiseError(f"strategy fsdp cannot shard the scalar parameter {name}: give it the shape (1,)")
+    first_names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        # torch 2.13 cannot load the state of a module that has two names.
+        if first_names.setdefault(module, name) != name and list(module.parameters()):
+            raise ShardwiseError(
+                f"strategy fsdp cannot shard {name}, which is {first_names[module]} used again: use ddp"
+            )
 
 
 def _shard(model: nn.Module, units: list[nn.Module], weights: _Weights, training: Training, world: World) -> Spread:

@@ -11,7 +11,9 @@ import torch
 
 # Dense bf16 peaks in FLOP/s, from the vendors' data sheets. A name that is not here has no MFU: never a guess.
 PEAKS: dict[str, float] = {
+    "H200 NVL": 836e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -29,6 +31,8 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     words = name.replace("-", " ").split()
+    if "MIG" in words:  # a slice of a card
+        return None
     return next((peak for key, peak in PEAKS.items() if all(part in words for part in key.split())), None)
 
 

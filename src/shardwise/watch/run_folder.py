@@ -65,13 +65,16 @@ class RunFolder:
         (self.path / "run.json").write_text(json.dumps(content, indent=1) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """A resumed run computes the steps after its checkpoint again: their old lines would stand there twice."""
-        if not self.metrics_file.exists():
-            return
-        kept = [line for line in self.metrics_file.read_text().splitlines() if _step_of(line) <= step]
-        aside = self.metrics_file.with_suffix(".tmp")
-        aside.write_text("".join(f"{line}\n" for line in kept))
-        aside.replace(self.metrics_file)
+        """A resumed run computes the steps after its checkpoint again: their old lines would stand there twice.
+
+        Each rank does so in its own file, rank 0 in the metrics too.
+        """
+        for file in [self.rank_file, *([self.metrics_file] if self.rank == 0 else [])]:
+            if file.exists():
+                kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
+                aside = file.with_suffix(".tmp")
+                aside.write_text("".join(f"{line}\n" for line in kept))
+                aside.replace(file)
 
     def metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_file.exists():

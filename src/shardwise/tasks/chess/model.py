@@ -29,6 +29,7 @@ def build_language_model(options: ChessModel, tokenizer: GameTokenizer, max_seq_
 
 def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if options.name is not None:
         try:
@@ -41,9 +42,9 @@ def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> 
                 "use the tokenizer that comes with the model"
             )
         return _for_training(config)
-    if options.architecture not in CONFIG_MAPPING:
+    if options.architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"model.architecture: {options.architecture!r} is not a Hugging Face model type; "
+            f"model.architecture: {options.architecture!r} is not a Hugging Face model type for causal language models; "
             "for example llama, gpt2, qwen2, mistral"
         )
     sizes: dict[str, Any] = {
@@ -68,6 +69,8 @@ def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> 
 
 def _for_training(config: Any) -> Any:
     config.use_cache = False
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True  # BERT and its kin would otherwise see the tokens they are to predict
     return config
 
 

@@ -91,14 +91,21 @@ class ChessTask(Task):
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
 
     def flops_per_count(self, model: nn.Module) -> float:
-        """6 × parameters without the input embedding + 12 × layers × hidden × sequence, per token."""
+        """6 × parameters without the input embedding + 12 × layers × hidden × mean length of the games, per token."""
         config: Any = model.config
         embedding = model.get_input_embeddings().weight  # type: ignore[operator]
         head = model.get_output_embeddings().weight  # type: ignore[operator]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         weights = parameters if head is embedding else parameters - embedding.numel()
-        attention = 12 * config.num_hidden_layers * config.hidden_size * self._tokenizer_options.max_seq_len
+        attention = 12 * config.num_hidden_layers * config.hidden_size * self._mean_length
         return float(6 * weights + attention)
+
+    @cached_property
+    def _mean_length(self) -> float:
+        """Tokens per game, over the first games of the training data."""
+        data = self.train_data()
+        lengths = [len(data[index].ids) for index in range(min(64, len(data)))]
+        return sum(lengths) / len(lengths)
 
     def export(self, model: Any, folder: Path) -> None:
         """A folder that AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained load."""
