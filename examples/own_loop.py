@@ -13,7 +13,7 @@ from shardwise.config import parse_config
 CONFIG = """
 task: own
 name: own-loop
-training: {batch_size: 8, max_epochs: 20, gradient_clip: 1.0, optimizer: {lr: 0.02}}
+training: {batch_size: 8, max_epochs: 20, total_batch_size: 16, gradient_clip: 1.0, optimizer: {lr: 0.02}}
 """
 
 
@@ -31,11 +31,13 @@ def main() -> None:
         session.resume()  # go on from the last whole checkpoint, if there is one
         for batch in session.batches():  # this rank's share of each global batch
             result = session.step(batch)
+            if result.stopped:  # some rank was asked to stop, so all do
+                break
             if session.steps_done % 50 == 0:
                 mean = session.loss(result)  # over all ranks, so all ranks call it
-                session.save()
                 if session.world.is_first:
-                    print(f"step {session.steps_done}  loss {mean:.5f}")
+                    print(f"step {session.steps_done} of {session.total_steps}  loss {mean:.5f}")
+        session.save()
 
 
 if __name__ == "__main__":

@@ -55,9 +55,6 @@ def small(command: str) -> list[str]:
         return ["make", "-n", *words[1:]]
     if "train" in words and any("configs/" in word for word in words):
         words += shlex.split(SMALL)
-        # A page starts several runs of one file; the first of them must find the folder free.
-        if "--resume" not in words and "--fresh" not in words:
-            words.append("--fresh")
     return [str(BIN / words[0]) if (BIN / words[0]).exists() else words[0], *words[1:]]
 
 

@@ -81,6 +81,9 @@ def test_jsonl_files_are_read_and_their_mistakes_named(tmp_path: Path) -> None:
             load_games(ChessData(source="local", paths=[str(bad)]), seed=0)
     with pytest.raises(DataError, match=r"data.paths: there is no file .*missing.jsonl"):
         load_games(ChessData(source="local", paths=[str(tmp_path / "missing.jsonl")]), seed=0)
+    bad.write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(DataError, match=r"bad.jsonl is not a text file in UTF-8"):
+        load_games(ChessData(source="local", paths=[str(bad)]), seed=0)
     bad.write_text('{"text": "e2e4"}\n')
     with pytest.raises(DataError, match="one game cannot be split"):
         load_games(ChessData(source="local", paths=[str(bad)]), seed=0)

@@ -159,6 +159,11 @@ def test_a_text_that_is_no_game_is_named() -> None:
         DataError, match=r"game 0 cannot be read as moves of chess: 'once' is not a legal move .*once upon"
     ):
         data[0]
+    data.texts = ["e2e4 e2e4"]
+    with pytest.raises(
+        DataError, match="game 0 cannot be read as moves of chess: 'e2e4' is not a legal move after 1 half"
+    ):
+        data[0]
 
 
 @pytest.mark.parametrize(

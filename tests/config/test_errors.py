@@ -546,3 +546,18 @@ def test_a_key_that_a_task_needs_is_named_where_it_is_missing(tmp_path: Path, mo
     assert complaint("task: my_task_d:Mine\n") == "my.yaml: data.folder is missing"
     config: Config = parse_config("task: my_task_d:Mine\ndata: {folder: x}\n")
     assert config.data.folder == "x"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{paths: [a.jsonl]}", "data: paths and valid_paths are read with source: local, but source is synthetic"),
+        (
+            "{source: hub, dataset: a, valid_paths: [b]}",
+            "data: paths and valid_paths are read with source: local, but source is hub",
+        ),
+        ("{dataset: a}", "data: dataset is read with source: hub, but source is synthetic"),
+    ],
+)
+def test_data_that_would_be_ignored_is_refused(data: str, message: str) -> None:
+    assert complaint(f"task: chess\ndata: {data}\n").endswith(message)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.tasks import Loss
+from shardwise.tasks import Loss, Task
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.tasks import Ragged
@@ -76,7 +76,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(rank
     with pytest.raises(AssertionError) as failure:
         ranks.run(size, work.train, config(Poisoned), [f"training.strategy={strategy}"])
     samples = ", ".join(map(str, batches[rank]["ids"][step]))
-    assert f"step {step}: the loss is not finite on rank {rank}, samples {samples}." in str(failure.value)
+    assert f"step {step + 1}: the loss is not finite on rank {rank}, samples {samples}." in str(failure.value)
     assert "training.on_nonfinite: skip" in str(failure.value)
 
 
@@ -90,9 +90,9 @@ def test_a_bad_step_is_left_out_on_request_and_the_run_goes_on(ranks: RankPool, 
 
 
 def test_an_infinite_loss_that_no_gradient_shows_is_agreed_on_at_the_next_step(ranks: RankPool) -> None:
-    with pytest.raises(AssertionError, match=r"step 0: the loss is not finite on rank 1, samples \d+") as failure:
+    with pytest.raises(AssertionError, match=r"step 1: the loss is not finite on rank 1, samples \d+") as failure:
         ranks.run(2, work.train, config(InfiniteLossFiniteGradient), ["training.strategy=ddp"])
-    assert str(failure.value).count("step 0: the loss is not finite on rank 1") == 2, "both ranks stop, with one reason"
+    assert str(failure.value).count("step 1: the loss is not finite on rank 1") == 2, "both ranks stop, with one reason"
 
 
 def test_a_count_that_the_loss_contradicts_is_refused(ranks: RankPool) -> None:
@@ -121,8 +121,8 @@ class NotReduced(Ragged):
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (BareTensor, r"step 0: the task's loss\(\) returned Tensor, not a Loss\(sum, count\)"),
-        (NotReduced, r"step 0: the task's loss\(\) has a sum of shape \(2,\); it must be a single number"),
+        (BareTensor, r"step 1: the task's loss\(\) returned Tensor, not a Loss\(sum, count\)"),
+        (NotReduced, r"step 1: the task's loss\(\) has a sum of shape \(2,\); it must be a single number"),
     ],
 )
 def test_a_loss_that_is_no_sum_and_count_is_refused(ranks: RankPool, task: type, message: str) -> None:
@@ -146,7 +146,7 @@ def test_parameters_without_gradient_are_named_as_the_cause_and_allowed_on_reque
 
 def test_an_infinite_loss_in_the_last_step_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
     last = ["training.strategy=ddp", "training.max_steps=1", f"run_dir={tmp_path}"]
-    with pytest.raises(AssertionError, match="step 0: the loss is not finite on rank 1"):
+    with pytest.raises(AssertionError, match="step 1: the loss is not finite on rank 1"):
         ranks.run(2, functools.partial(work.train, save=True), config(InfiniteLossFiniteGradient), last)
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
@@ -253,3 +253,53 @@ def _reductions_in_a_step(session: Any) -> int:
     with profile() as record:
         session.step(next(batches))
     return sum(event.count for event in record.key_averages() if event.key == collective)
+
+
+class FloatMetric(Ragged):
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return {"loss": 1.0}
+
+
+class NotATask:
+    pass
+
+
+class NoLoss(Task):
+    def train_data(self) -> Any:
+        return []
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+class AnIterator(Ragged):
+    def train_data(self) -> Any:
+        return iter(super().train_data())
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (FloatMetric, r"evaluate\(\) gave float for 'loss', not a Loss\(sum, count\)"),
+        (NotATask, "NotATask is not a subclass of shardwise.Task"),
+        (NoLoss, "NoLoss has no loss"),
+        (AnIterator, "data must have a length and be read by index, unlike list_iterator"),
+    ],
+)
+def test_a_task_that_is_not_one_is_answered(ranks: RankPool, task: type, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(1, work.with_session, config(task), ["training.strategy=single"], _evaluate)
+
+
+class UnseededData(Ragged):
+    def train_data(self) -> list[Tensor]:
+        return [torch.randint(0, 29, (9,)) for _ in range(10)]
+
+
+def test_data_that_a_task_makes_at_random_is_the_same_on_every_rank(ranks: RankPool) -> None:
+    first, second = ranks.run(2, work.with_session, config(UnseededData), ["training.strategy=ddp"], _data)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _data(session: Any) -> list[Tensor]:
+    return session.train_data

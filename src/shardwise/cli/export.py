@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def run(args: argparse.Namespace) -> int:
         raise ShardwiseError(f"{folder} is not the folder of a run: it has no config.yaml")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"--to {target} is there already and not empty: name a new folder")
+    sys.path += _import_from(folder)
     config = load_config(folder / "config.yaml")
     # A run folder may have been moved: its checkpoints are looked for where it is now.
     inside = folder / "checkpoints"
@@ -51,3 +53,11 @@ def run(args: argparse.Namespace) -> int:
     for file in sorted(target.iterdir()):
         print(f"  {file.name:<28} {file.stat().st_size / 2**20:8.2f} MiB")
     return 0
+
+
+def _import_from(folder: Path) -> list[str]:
+    """Where a task of the user's own lay when it was trained."""
+    try:
+        return list(json.loads((folder / "run.json").read_text())["import_from"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

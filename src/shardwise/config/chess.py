@@ -28,6 +28,10 @@ class ChessData(DataBlock):
     def _source_is_complete(self) -> ChessData:
         if self.source == "local" and not self.paths:
             raise ValueError("source: local needs paths, a list of JSONL files")
+        if self.source != "local" and (self.paths or self.valid_paths):
+            raise ValueError(f"paths and valid_paths are read with source: local, but source is {self.source}")
+        if self.source != "hub" and self.dataset is not None:
+            raise ValueError(f"dataset is read with source: hub, but source is {self.source}")
         if self.source == "hub" and self.dataset is None:
             raise ValueError("source: hub needs dataset, the name of a Hugging Face data set or a folder")
         return self

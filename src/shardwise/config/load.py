@@ -40,7 +40,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for folder in (str(Path.cwd()), str(file.resolve().parent)):
         if folder not in sys.path:
             sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
-    return parse_config(text, overrides, where=str(file), name=file.stem)
+    config = parse_config(text, overrides, where=str(file), name=file.stem)
+    config._folder = str(file.resolve().parent)
+    return config
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config", name: str = "run") -> Config:

@@ -16,5 +16,7 @@ class Purpose(IntEnum):
     """What a data set draws for a sample (augmentation, masking): keyed by epoch and sample."""
     COLLATE = 5
     """What is drawn when a micro-batch is put together: keyed by epoch and its samples."""
+    DATA = 7
+    """What a task draws when it makes its data: the same on every rank."""
     SPLIT = 6
     """Which samples are held out for validation."""

@@ -10,6 +10,7 @@ import torch
 from shardwise.data import StepBatch
 from shardwise.engine.step import Parts
 from shardwise.errors import ShardwiseError
+from shardwise.tasks import Loss
 
 
 def run_evaluation(parts: Parts, batches: Iterable[StepBatch]) -> dict[str, float]:
@@ -24,6 +25,10 @@ def run_evaluation(parts: Parts, batches: Iterable[StepBatch]) -> dict[str, floa
                 with parts.precision.autocast():
                     metrics = parts.task.evaluate(model, micro.inputs)
                 for name, metric in metrics.items():
+                    if not isinstance(metric, Loss):
+                        raise ShardwiseError(
+                            f"the task's evaluate() gave {type(metric).__name__} for {name!r}, not a Loss(sum, count)"
+                        )
                     # A borrowed sample belongs to another rank, which counts it.
                     own = not micro.request.borrowed
                     sums[name] += float(metric.sum) if own else 0.0

@@ -144,6 +144,7 @@ class Monitor:
         return f"stopped before step {self.session.steps_done + 1}. Go on with:  {user_command()} --resume auto"
 
     def _summary(self) -> str:
+        training = self.session.config.training
         lines = ["", f"done: {self.session.steps_done} steps, {short(self.rates.average_samples())} samples/s"]
         if self.first_loss is not None and self.last_loss is not None:
             lines.append(f"  {'training loss':<22} {self.first_loss:.4g} → {self.last_loss:.4g}")
@@ -157,7 +158,7 @@ class Monitor:
             f"  {'run folder':<22} {self.folder.path}",
             "next:",
             f"  shardwise export {self.folder.path} --to model/     weights for use elsewhere",
-            "  shardwise train … --set training.max_epochs=20      longer; any key of the file can be set so",
+            f"  {user_command()} --fresh --set training.max_epochs={2 * training.max_epochs}     longer; any key can be set so",
         ]
         return "\n".join(lines)
 

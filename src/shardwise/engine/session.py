@@ -109,8 +109,9 @@ class Session:
                 raise ShardwiseError("session.prepare() needs model, data and loss together")
             task = OwnTask(self.config, model, data, loss, valid, collate, count)
         elif task is None:
-            task = load_task_class(self.config.task)(self.config)
+            task = self._make_task()
         self.task: Task = task
+        seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
         self.train_data = task.train_data()
         self.valid_data = task.valid_data()
         self._check_data()
@@ -131,6 +132,14 @@ class Session:
         spread_model.model.train()
         return spread_model.model
 
+    def _make_task(self) -> Task:
+        kind = load_task_class(self.config.task)
+        if not issubclass(kind, Task):
+            raise ConfigError(f"task: {self.config.task}: {kind.__name__} is not a subclass of shardwise.Task")
+        if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+            raise ConfigError(f"task: {self.config.task}: {kind.__name__} has no {', '.join(missing)}")
+        return kind(self.config)
+
     def _build(self, task: Task) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
             seed_everything(self.config.seed, Purpose.WEIGHTS)  # the same on every rank, or weights would differ
@@ -139,6 +148,9 @@ class Session:
         return build
 
     def _check_data(self) -> None:
+        for data in (self.train_data, self.valid_data):
+            if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+                raise DataError(f"data must have a length and be read by index, unlike {type(data).__name__}")
         if not len(self.train_data):
             raise DataError("the training data is empty")
         held_out = None if self.valid_data is None else len(self.valid_data)
@@ -236,7 +248,7 @@ class Session:
         """Write a checkpoint of this step: whole and in place, or not there at all. All ranks call it together."""
         training = self.config.training
         if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
-            raise explain_nonfinite(self.parts, self.steps_done - 1, self._bad is not None, self._bad or [])
+            raise explain_nonfinite(self.parts, self.steps_done, self._bad is not None, self._bad or [])
         if self.saved_at is None:  # not resumed: what lies there belongs to an earlier run
             go_on_from(-1, self.store, self.world)
         self.parts.spread.share_buffers()

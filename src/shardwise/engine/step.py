@@ -53,7 +53,7 @@ class Parts:
 @dataclass
 class StepResult:
     step: int
-    """Number of this step, from 0."""
+    """Number of this step, from 1, as in the log."""
     stopped: bool = False
     """A rank asked to stop, so all left this step undone."""
     skipped: bool = False
@@ -73,7 +73,7 @@ class StepResult:
 def run_step(
     parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, bad: list[int] | None = None
 ) -> StepResult:
-    """One optimizer step on one global batch.
+    """One optimizer step on one global batch, after `step` others.
 
     `stop`: this rank was asked to stop. `bad`: this rank's loss of the step before, on these samples, was not finite.
     """
@@ -83,12 +83,12 @@ def run_step(
     count, stops, bads = world.sum(batch.count, stop, bad is not None)
     clock.lap("agree")
     if bads and training.on_nonfinite == "stop":
-        raise explain_nonfinite(parts, step - 1, bad is not None, bad or [])
+        raise explain_nonfinite(parts, step, bad is not None, bad or [])
     if stops:
-        return StepResult(step, stopped=True)
+        return StepResult(step + 1, stopped=True)
     if not count:
         raise ShardwiseError(
-            f"step {step}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
+            f"step {step + 1}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
         )
 
     seed_everything(parts.config.seed, Purpose.STEP, step, world.rank)  # dropout differs between ranks, and resumes
@@ -97,7 +97,7 @@ def run_step(
         last = position == len(batch.micro) - 1
         with parts.spread.reducing_gradients(now=last):
             with parts.precision.autocast():
-                loss = _loss_of(parts, micro, step)
+                loss = _loss_of(parts, micro, step + 1)
             # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
             weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count, micro.count)
             parts.scaler.scale(loss.sum * weight).backward()
@@ -109,13 +109,13 @@ def run_step(
     grads = gradients(parts.parameters)
     if not grads:
         raise ShardwiseError(
-            f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?"
+            f"step {step + 1}: no parameter got a gradient: does the loss depend on the model's parameters?"
         )
     if parts.spread.needs_every_gradient and len(grads) < len(parts.parameters):
-        raise _unused_parameters(parts, step)
+        raise _unused_parameters(parts, step + 1)
     norm, loss_sum = torch.stack([global_norm(grads), total]).tolist()
     result = StepResult(
-        step,
+        step + 1,
         skipped=not math.isfinite(norm),
         loss_sum=loss_sum,
         count=batch.count,
@@ -127,7 +127,7 @@ def run_step(
     )
     # The norm is the same on every rank, and so is the decision. Under fp16 a skipped step is how the scaler learns.
     if result.skipped and not parts.scaler.is_enabled() and training.on_nonfinite == "stop":
-        raise explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+        raise explain_nonfinite(parts, step + 1, not math.isfinite(loss_sum), batch.ids)
     if training.gradient_clip is not None and not result.skipped:
         clip(grads, norm, training.gradient_clip)
     for group in parts.optimizer.param_groups:
@@ -136,7 +136,7 @@ def run_step(
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
     if result.skipped and parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
-        raise explain_nonfinite(parts, step, not math.isfinite(loss_sum), batch.ids)
+        raise explain_nonfinite(parts, step + 1, not math.isfinite(loss_sum), batch.ids)
     parts.optimizer.zero_grad()
     clock.lap("update")
     return result
@@ -164,7 +164,7 @@ def _loss_of(parts: Parts, micro: MicroBatch, step: int) -> Loss:
 def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:
     """The count that a loss reports is the one the ranks agreed on beforehand. Checked where it costs no waiting."""
     if isinstance(said, torch.Tensor):
-        if said.is_cuda and step:
+        if said.is_cuda and step > 1:
             return
         said = int(said)
     if said != expected:

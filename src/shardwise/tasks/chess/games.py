@@ -108,10 +108,12 @@ def _read_files(paths: list[str], column: str) -> list[str]:
         file = Path(path)
         if not file.is_file():
             raise DataError(f"data.paths: there is no file {file}")
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not a text file in UTF-8: {error.reason} at byte {error.start}") from None
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
                 texts.append(_text_of(line, column, f"{file}, line {number}"))
     if not texts:
         raise DataError(f"data.paths: no games in {', '.join(paths)}")

@@ -65,7 +65,7 @@ class MoveTokenizer:
 
     def encode(self, text: str, *, with_moves: bool) -> Encoded:
         words = text.split()
-        if not all(_UCI.match(word) for word in words):
+        if with_moves or not all(_UCI.match(word) for word in words):
             words = [ply.move.uci() for ply in plies(text)]
         try:
             ids = [self._ids["<bos>"], *(self._ids[word] for word in words), self._ids["<eos>"]]
