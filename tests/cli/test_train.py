@@ -41,20 +41,25 @@ def checksums(folder: Path) -> dict[str, Any]:
 
 
 def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for folder in (whole, killed):
-        folder.mkdir()
-        write(folder, "Deadly", epochs=2)
+    """Before the first checkpoint, between two of them, and in the last step; the tests of resume try every step."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    write(whole, "Deadly", epochs=2)
     assert shardwise(whole, "train", "ragged.yaml").returncode == 0
-    died = shardwise(killed, "train", "ragged.yaml", KILL_AT="1:8")
-    assert died.returncode == 2
-    assert "error: rank 1 was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
-    assert "Traceback" not in died.stderr
-    assert [step for step, *_ in curve(killed)][-1] == 7
-    resumed = shardwise(killed, "train", "ragged.yaml", "--resume", "auto")
-    assert resumed.returncode == 0 and "at step 6" in resumed.stdout
-    assert curve(killed) == curve(whole)
-    assert checksums(killed) == checksums(whole)
+    for rank, step, resumed_at in ((0, 2, 0), (1, 8, 6), (1, 18, 16)):
+        killed = tmp_path / f"killed-{step}"
+        killed.mkdir()
+        write(killed, "Deadly", epochs=2)
+        died = shardwise(killed, "train", "ragged.yaml", KILL_AT=f"{rank}:{step}")
+        assert died.returncode == 2
+        assert f"error: rank {rank} was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
+        assert "Traceback" not in died.stderr
+        assert [done for done, *_ in curve(killed)][-1] == step - 1
+        resumed = shardwise(killed, "train", "ragged.yaml", "--resume", "auto")
+        assert resumed.returncode == 0
+        assert f"at step {resumed_at}\n" in resumed.stdout or resumed_at == 0
+        assert curve(killed) == curve(whole)
+        assert checksums(killed) == checksums(whole)
 
 
 def test_a_rank_that_fails_ends_the_others_and_its_error_is_the_one_shown(tmp_path: Path) -> None:
