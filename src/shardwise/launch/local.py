@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -23,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
@@ -172,39 +172,41 @@ def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> E
 @contextmanager
 def _interrupts_as_sigterm() -> Iterator[list[int]]:
     """Ctrl-C goes to every process of the terminal. The ranks must not see it, or they would break off in the middle of
-    a collective: it is blocked here, which they inherit, and handed to the agent as SIGTERM.
+    a collective: it is blocked here, which they inherit, and handed to the agent as SIGTERM. A second one ends all.
 
-    A signal that this thread blocks goes to any other that does not, and then to the handler; if there is none, to the
-    thread that waits for it.
+    The agent may be asleep when it comes, so a thread takes it: Python tells that thread through a socket.
     """
     seen: list[int] = []
-    done = threading.Event()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
 
-    def hand_on(number: int = signal.SIGINT, frame: FrameType | None = None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            os._exit(STOPPED)  # the ranks die with this process
-        print("stopping before the next step; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def wait() -> None:
-        while not done.is_set():
-            if signal.sigtimedwait({signal.SIGINT}, 0.2):
-                hand_on()
+    def listen() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        while received := reader.recv(1):
+            if received[0] != signal.SIGINT:
+                continue
+            if seen:
+                os._exit(STOPPED)  # the ranks die with this process
+            seen.append(signal.SIGINT)
+            print("stopping before the next step; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     # Starting multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
     resource_tracker.ensure_running()
-    before = signal.signal(signal.SIGINT, hand_on)
+    handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # without one, nothing is written to the socket
+    wakeup = signal.set_wakeup_fd(writer.fileno())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    waiter = threading.Thread(target=wait, name="ctrl-c", daemon=True)
-    waiter.start()
+    listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
+    listener.start()
     try:
         yield seen
     finally:
-        done.set()
-        waiter.join()
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(wakeup)
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        writer.close()
+        listener.join()
+        reader.close()
 
 
 def _silence_the_agent() -> None:
