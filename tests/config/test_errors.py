@@ -254,12 +254,16 @@ def test_keys_that_contradict_each_other_are_refused(text: str, message: str) ->
 
 
 def test_two_ways_to_say_warmup_are_refused_but_each_alone_is_taken() -> None:
-    for one in ("warmup_steps: 5", "warmup_ratio: 0.1"):
-        parse_config(f"task: chess\ntraining: {{scheduler: {{{one}}}}}")
+    both = complaint("task: chess\ntraining: {scheduler: {warmup_steps: 5, warmup_ratio: 0.1}}\n")
+    assert "warmup_steps and warmup_ratio are two ways to say one thing" in both
+    for one, steps, ratio in (("warmup_steps: 5", 5, None), ("warmup_ratio: 0.1", None, 0.1)):
+        scheduler = parse_config(f"task: chess\ntraining: {{scheduler: {{{one}}}}}").training.scheduler
+        assert (scheduler.warmup_steps, scheduler.warmup_ratio) == (steps, ratio)
 
 
 def test_heads_need_not_divide_where_the_model_has_a_name() -> None:
-    parse_config("task: chess\nmodel: {name: gpt2, hidden_dim: 10, num_heads: 4}")
+    config = parse_config("task: chess\nmodel: {name: gpt2, hidden_dim: 10, num_heads: 4}")
+    assert config.model.model_dump()["name"] == "gpt2"
 
 
 # ---------------------------------------------------------------- what is not built yet

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from shardwise.checkpoint.store import CheckpointStore
 from shardwise.data import Cursor
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ def save_from(
     model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, store: CheckpointStore, world: World
 ) -> Path:
     """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
-    _together(world, lambda: store.begin(progress.step) if world.is_first else None, "prepare the checkpoint folder")
-    aside = store.aside(progress.step)
+    aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
     weights, moments = get_state_dict(model, optimizer)
     try:
         with _quiet():
@@ -69,14 +70,8 @@ def save_from(
     files: dict[str, FileEntry] = {}
     for part in world.gather(own):
         files.update(part)
-    final = _together(
-        world,
-        lambda: (
-            store.commit(progress.step, files, json.loads(json.dumps(asdict(progress)))) if world.is_first else None
-        ),
-        "commit the checkpoint",
-    )
-    return store.folder / f"step-{progress.step:08d}" if final is None else final
+    fields = json.loads(json.dumps(asdict(progress)))
+    return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, files, fields))
 
 
 def load_into(
@@ -106,7 +101,7 @@ def load_into(
 
 def go_on_from(step: int, store: CheckpointStore, world: World) -> None:
     """Set aside the checkpoints of later steps: they will be made anew, and must not be resumed by mistake."""
-    _together(world, lambda: store.supersede_after(step) if world.is_first else None, "set old checkpoints aside")
+    _on_first(world, "set old checkpoints aside", lambda: store.supersede_after(step))
 
 
 def load_model(model: nn.Module, path: Path) -> None:
@@ -119,8 +114,6 @@ def load_model(model: nn.Module, path: Path) -> None:
 
 def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     def look() -> Path | None:
-        if not world.is_first:
-            return None
         path: Path | None
         if which in ("auto", "latest"):
             path, complaints = store.newest_whole()
@@ -132,20 +125,15 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
             raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
         return path
 
-    return _together(world, look, "look for a checkpoint")
+    return _on_first(world, "look for a checkpoint", look)
 
 
-def _together(world: World, action: Any, purpose: str) -> Any:
-    """Run something on rank 0 and let every rank have its outcome, an error included: nobody is left waiting."""
-    outcome: tuple[Any, str | None] = (None, None)
+def _on_first(world: World, purpose: str, action: Callable[[], T]) -> T:
+    """Something with files, done by rank 0; every rank learns whether it worked."""
     try:
-        outcome = (action(), None)
-    except (OSError, CheckpointError) as error:
-        outcome = (None, str(error) if isinstance(error, CheckpointError) else f"cannot {purpose}: {error}")
-    value, problem = world.from_first(outcome)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return value
+        return world.on_first(action)
+    except OSError as error:
+        raise CheckpointError(f"cannot {purpose}: {error}") from error
 
 
 def _first_cause(error: BaseException) -> str:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +80,13 @@ def _as_rank(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
     from shardwise.engine.fit import fit
+    from shardwise.launch.local import STOPPED
 
     outcome = fit(load_config(args.config, args.set), resume=args.resume, fresh=args.fresh, all_ranks=args.all_ranks)
-    return 130 if outcome.stopped else 0
+    return STOPPED if outcome.stopped else 0
 
 
-def _check_before_start(config) -> None:  # type: ignore[no-untyped-def]
+def _check_before_start(config: Config) -> None:
     """What can be known to fail is said before any rank has started."""
     from shardwise.config.load import load_task_class
     from shardwise.watch.trackers import require_trackers

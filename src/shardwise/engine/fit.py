@@ -12,7 +12,6 @@ from types import FrameType
 from shardwise.config import Config
 from shardwise.engine.monitor import Monitor, Outcome
 from shardwise.engine.session import Session
-from shardwise.errors import LaunchError
 from shardwise.watch.console import Console
 from shardwise.watch.run_folder import RunFolder, user_command
 
@@ -21,7 +20,9 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
     """Train as the config says. Called by every rank."""
     with Session(config) as session:
         folder = RunFolder(Path(config.run_folder), session.world.rank)
-        notice = _claim(folder, session, resume=resume, fresh=fresh)
+        notice = session.world.on_first(
+            lambda: folder.claim(resume=resume is not None, fresh=fresh, command=user_command())
+        )
         console = Console(session.world.rank, session.world.size, folder.path, all_ranks=all_ranks)
         try:
             if notice:
@@ -67,20 +68,6 @@ def _train(session: Session, monitor: Monitor) -> bool:
 
 def _due(step: int, every: int | None, otherwise: bool) -> bool:
     return otherwise if every is None else step % every == 0
-
-
-def _claim(folder: RunFolder, session: Session, *, resume: str | None, fresh: bool) -> str | None:
-    """Rank 0 makes the run folder; all ranks learn whether that worked."""
-    outcome: tuple[str | None, str | None] = (None, None)
-    if session.world.is_first:
-        try:
-            outcome = (folder.claim(resume=resume is not None, fresh=fresh, command=user_command()), None)
-        except LaunchError as error:
-            outcome = (None, str(error))
-    notice, problem = session.world.from_first(outcome)
-    if problem:
-        raise LaunchError(problem)
-    return notice
 
 
 @contextmanager

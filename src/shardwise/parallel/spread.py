@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -70,12 +71,11 @@ def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Train
     """Tensor types → activation checkpointing → sharding or replicas, in this order for every model."""
     fsdp = training.fsdp
     shape = build() if world.is_first and strategy != "fsdp" else build_shape(build)
-    weights = _rank_zero_weights(build, shape, training, world) if strategy == "fsdp" else None
     _cast_parameters(shape, training)
     blocks = find_blocks(shape)
     if strategy == "fsdp":
         _refuse_what_cannot_be_sharded(shape)
-        assert weights is not None
+        weights = _rank_zero_weights(build, shape, training, world)
         units = sharding_units(shape, blocks, fsdp.min_num_params if fsdp else 0)
         if fsdp and fsdp.activation_checkpointing:
             _recompute(shape, blocks)
@@ -92,20 +92,18 @@ def sharding_units(model: nn.Module, blocks: list[nn.Module], min_num_params: in
     A block that shares a weight with anything outside it must stay in the outermost unit: a parameter that two units
     own would be reduced twice.
     """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    owners = _owners(model)
     units = []
     for block in blocks:
-        inside: dict[int, int] = {}
-        for module in block.modules():
-            for parameter in module.parameters(recurse=False):
-                inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        shared = any(owners[key] > times for key, times in inside.items())
+        shared = any(owners[key] > times for key, times in _owners(block).items())
         if not shared and sum(parameter.numel() for parameter in block.parameters()) >= min_num_params:
             units.append(block)
     return units
+
+
+def _owners(model: nn.Module) -> Counter[int]:
+    """How many modules hold each parameter."""
+    return Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
 
 
 def materialize(model: nn.Module, device: torch.device) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.errors import LaunchError
+from shardwise.errors import LaunchError, ShardwiseError
 
 T = TypeVar("T")
 
@@ -77,8 +78,18 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def barrier(self) -> None:
-        self.sum(0.0)
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run something on rank 0 alone. Every rank gets what it returned, or its error: nobody is left waiting."""
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_first:
+            try:
+                outcome = (action(), None)
+            except (OSError, ShardwiseError) as error:
+                outcome = (None, error)
+        value, problem = self.from_first(outcome)
+        if problem is not None:
+            raise problem
+        return value
 
     def leave(self) -> None:
         if self.connected and dist.is_initialized():
