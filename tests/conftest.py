@@ -44,6 +44,7 @@ def no_process_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 def a_clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
 

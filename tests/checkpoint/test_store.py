@@ -35,7 +35,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer.step()
     progress = Progress(7, Cursor(1, 20), 0, 0.25, 0.25, {}, global_batch=8, samples=53, seed=3)
     store = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints")
-    return save_from(model, optimizer, progress, store, World(0, 1, torch.device("cpu"), connected=False))
+    return save_from(model, optimizer, progress, store, World(0, 1, torch.device("cpu"), 0, connected=False))
 
 
 @pytest.fixture

@@ -273,7 +273,6 @@ LATER_KEYS = {
     "zero1": ("training", "strategy"),
     "fp8-mixed": ("training", "precision"),
     "SHARD_GRAD_OP": ("training", "fsdp", "sharding_strategy"),
-    "HYBRID_SHARD": ("training", "fsdp", "sharding_strategy"),
     "NO_SHARD": ("training", "fsdp", "sharding_strategy"),
 }
 REMEDIES = {
@@ -281,7 +280,6 @@ REMEDIES = {
     "zero1": "fsdp",
     "fp8-mixed": "bf16-mixed",
     "SHARD_GRAD_OP": "FULL_SHARD",
-    "HYBRID_SHARD": "FULL_SHARD",
     "NO_SHARD": "strategy: ddp",
 }
 

@@ -116,7 +116,7 @@ def _fit_until(step: int, text: str, overrides: list[str], folder: str) -> None:
 
 
 def _comparable(file: Path) -> list[dict[str, Any]]:
-    measured = {"samples_per_second", "counts_per_second", "memory_gib", "eta_seconds"}
+    measured = {"samples_per_second", "counts_per_second", "memory_gib", "eta_seconds", "data_wait_share"}
     return [{key: value for key, value in line.items() if key not in measured} for line in lines(file)]
 
 

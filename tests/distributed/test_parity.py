@@ -74,6 +74,14 @@ def test_one_rank_under_a_strategy_is_a_single_process(ranks: RankPool, referenc
     assert_same_curve(result, reference(12))
 
 
+@pytest.mark.parametrize("machines", [1, 2, 4])
+def test_hybrid_sharding_gives_the_numbers_of_one_process(ranks: RankPool, reference: Any, machines: int) -> None:
+    hybrid = ["training.fsdp.sharding_strategy=HYBRID_SHARD", f"training.num_nodes={machines}"]
+    results = ranks.run(4, work.train, CONFIG, [*hybrid, *overrides_for("fsdp", 4, 3)])
+    for result in results:
+        assert_same_curve(result, reference(12))
+
+
 def test_more_ranks_than_samples_in_a_batch_take_part_with_nothing(ranks: RankPool, reference: Any) -> None:
     """Global batches of 4 over 4 ranks leave a tail of one sample: three ranks have none."""
     for strategy in ("ddp", "fsdp"):

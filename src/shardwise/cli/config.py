@@ -12,12 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="check a file and print it with every default, and what follows from it")
     show.add_argument("config", help="the YAML file")
     show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-    for action, text in (
-        ("keys", "print every key with its default and meaning"),
-        ("schema", "print the JSON Schema, for editors"),
-    ):
-        describe = actions.add_parser(action, help=text)
-        describe.add_argument("--task", default="chess", help="the task whose keys to describe (default: chess)")
+    keys = actions.add_parser("keys", help="print every key with its default and meaning")
+    keys.add_argument("--task", help="only the keys of this task; default: of all that come with shardwise")
+    schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
+    schema.add_argument("--task", default="chess", help="the task whose keys to describe (default: chess)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,11 +34,12 @@ def _schema(task: str) -> int:
     return 0
 
 
-def _keys(task: str) -> int:
-    from shardwise.config.load import config_class
-    from shardwise.config.reference import reference
+def _keys(task: str | None) -> int:
+    from shardwise.config import Config
+    from shardwise.config.load import BUILT_IN_BLOCKS, config_class
+    from shardwise.config.reference import reference, reference_of
 
-    print(reference(config_class(task)), end="")
+    print(reference(config_class(task)) if task else reference_of(Config, BUILT_IN_BLOCKS), end="")
     return 0
 
 

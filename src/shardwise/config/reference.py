@@ -9,12 +9,25 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shardwise.config.explain import models_in
+from shardwise.config.schema import Block
 
 
 def reference(schema: type[BaseModel]) -> str:
     """Markdown: one table per block."""
     lines: list[str] = []
     _describe(schema, "", lines)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def reference_of(schema: type[BaseModel], tasks: dict[str, dict[str, type[Block]]]) -> str:
+    """What every task has, then the blocks of each task."""
+    lines: list[str] = []
+    _describe(schema, "", lines)
+    for task, blocks in tasks.items():
+        lines += [f"# task: {task}", ""]
+        for key, block in blocks.items():
+            if block.model_fields:
+                _describe(block, key, lines)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -19,7 +19,6 @@ _LATER = {
     "zero1": "strategy zero1 is not built yet; fsdp shards the optimizer state too",
     "fp8-mixed": "precision fp8-mixed is not built yet; use bf16-mixed",
     "SHARD_GRAD_OP": "SHARD_GRAD_OP is not built yet; use FULL_SHARD",
-    "HYBRID_SHARD": "HYBRID_SHARD is not built yet; use FULL_SHARD",
     "NO_SHARD": "NO_SHARD is ddp: leave the fsdp block out and set strategy: ddp",
 }
 
@@ -93,8 +92,10 @@ class Ddp(Block):
 
 
 class Fsdp(Block):
-    sharding_strategy: Annotated[Literal["FULL_SHARD"], BeforeValidator(_refuse_later)] = Field(
-        "FULL_SHARD", description="Parameters, gradients and optimizer state are sharded over all ranks."
+    sharding_strategy: Annotated[Literal["FULL_SHARD", "HYBRID_SHARD"], BeforeValidator(_refuse_later)] = Field(
+        "FULL_SHARD",
+        description="Parameters, gradients and optimizer state are sharded over all ranks, or, HYBRID_SHARD, over those of "
+        "a machine and replicated across `num_nodes` machines.",
     )
     cpu_offload: Literal[False] = Field(False, description="Only false for now.")
     activation_checkpointing: bool = Field(
@@ -140,6 +141,10 @@ class Training(Block):
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="A loss or gradient that is no number ends the run; skip leaves out the steps whose gradient is none.",
+    )
+    sync_batch_norm: bool | None = Field(
+        None,
+        description="Batch norm takes its statistics over all ranks; needs CUDA. Default: on CUDA with several ranks.",
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule.")
     scheduler: Scheduler = Field(default_factory=Scheduler, description="The learning rate over the steps.")

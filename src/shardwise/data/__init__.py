@@ -3,7 +3,17 @@
 Knows nothing of models, strategies or tasks.
 """
 
-from shardwise.data.loader import MicroBatch, Reader, StepBatch, StepLoader
+from shardwise.data.loader import BatchedSamples, MicroBatch, Reader, Samples, StepBatch, StepLoader
 from shardwise.data.order import Cursor, GlobalOrder, shares
 
-__all__ = ["Cursor", "GlobalOrder", "MicroBatch", "Reader", "StepBatch", "StepLoader", "shares"]
+__all__ = [
+    "BatchedSamples",
+    "Cursor",
+    "GlobalOrder",
+    "MicroBatch",
+    "Reader",
+    "Samples",
+    "StepBatch",
+    "StepLoader",
+    "shares",
+]

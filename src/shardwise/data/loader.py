@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,6 +31,28 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+class BatchedSamples(ABC):
+    """A data set that makes whole micro-batches itself, where one sample at a time would be slow."""
+
+    in_regions: bool = False
+    """A global batch is sorted by place in the file, and every worker reads its own part of each micro-batch: so no
+    two ranks or workers read the same region."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, ids: Sequence[int], epoch: int) -> Any:
+        """The batch of these samples. What is random in a sample must follow from (seed, epoch, sample)."""
+
+    @abstractmethod
+    def join(self, parts: list[Any]) -> Any:
+        """Several such batches as one."""
+
+    def order(self, seed: int) -> GlobalOrder:
+        return GlobalOrder(len(self), seed)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a rank asks for: one micro-batch. `borrowed`: it has no sample of its own and counts nothing."""
@@ -39,6 +63,8 @@ class Request:
     last_of_step: bool
     after: Cursor
     step_samples: int
+    pieces: int = 1
+    """Into how many requests the micro-batch was divided; this is one of them."""
 
 
 @dataclass
@@ -96,22 +122,49 @@ class StepBatch:
 class Reader:
     """How a data set becomes micro-batches: which samples, put together how, counted how."""
 
-    samples: Samples
+    samples: Samples | BatchedSamples
     collate: Callable[[list[Any]], Any]
     count: Callable[[Any], int]
     seed: int
     name: str = "training"
 
     def read(self, request: Request) -> MicroBatch:
-        samples = [self._sample(index, request.epoch) for index in request.ids]
-        with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
-            inputs = self.collate(samples)
+        if not request.ids:  # a worker's piece of a micro-batch that is smaller than the number of workers
+            return MicroBatch(None, 0, request)
+        if isinstance(self.samples, BatchedSamples):
+            inputs = self._batch(self.samples, request)
+        else:
+            samples = [self._sample(self.samples, index, request.epoch) for index in request.ids]
+            with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
+                inputs = self.collate(samples)
         return MicroBatch(inputs, 0 if request.borrowed else int(self.count(inputs)), request)
 
-    def _sample(self, index: int, epoch: int) -> Any:
+    def join(self, pieces: list[MicroBatch]) -> MicroBatch:
+        """One micro-batch from what the workers made of its pieces."""
+        if len(pieces) == 1:
+            return pieces[0]
+        assert isinstance(self.samples, BatchedSamples)
+        filled = [piece for piece in pieces if piece.request.ids]
+        ids = tuple(index for piece in filled for index in piece.request.ids)
+        request = replace(pieces[-1].request, ids=ids, pieces=1)
+        inputs = self.samples.join([piece.inputs for piece in filled])
+        return MicroBatch(inputs, sum(piece.count for piece in filled), request)
+
+    def _batch(self, samples: BatchedSamples, request: Request) -> Any:
+        try:
+            return samples.read(request.ids, request.epoch)
+        except DataError:
+            raise
+        except Exception as error:
+            kind, first = type(error).__name__, request.ids[0]
+            raise DataError(
+                f"{len(request.ids)} samples of the {self.name} data, {first} first, cannot be read: {kind}: {error}"
+            ) from error
+
+    def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
         with seeded(self.seed, Purpose.SAMPLE, epoch, index):
             try:
-                return self.samples[index]
+                return samples[index]
             except DataError:
                 raise
             except Exception as error:
@@ -134,9 +187,13 @@ class StepLoader:
         start: Cursor | None = None,
         epochs: int = 1,
     ) -> None:
-        self.requests = _Requests(order, batching, rank, start or Cursor(), epochs)
+        in_regions = isinstance(reader.samples, BatchedSamples) and reader.samples.in_regions
+        # The loader deals requests to its workers in turn, so that the same piece always goes to the same worker.
+        pieces = max(1, options.num_workers) if in_regions else 1
+        self.requests = _Requests(order, batching, rank, start or Cursor(), epochs, pieces)
+        self.reader = reader
         self.device = device
-        on_cuda = device.type == "cuda"
+        self.pins = device.type == "cuda" and options.pin_memory is not False
         self.loader = DataLoader(
             _Source(reader),
             batch_size=None,  # a request is already a whole micro-batch
@@ -145,7 +202,7 @@ class StepLoader:
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             # A spawned rank would spawn its workers too: they would start slowly, and copy the data set each.
             multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
-            pin_memory=on_cuda if options.pin_memory is None else options.pin_memory and on_cuda,
+            pin_memory=self.pins and pieces == 1,
             # DataLoader draws a base seed for its workers from the global generator: give it one that is not ours.
             generator=torch.Generator(),
         )
@@ -155,43 +212,56 @@ class StepLoader:
         return _moved_ahead(steps, self.device) if self.device.type == "cuda" else steps
 
     def _steps(self) -> Iterator[StepBatch]:
-        micro_batches = iter(self.loader)
+        loaded = iter(self.loader)
         step = StepBatch()
+        pieces: list[MicroBatch] = []
         while True:
             began = time.perf_counter()
-            micro = next(micro_batches, None)
-            step.wait += time.perf_counter() - began
-            if micro is None:
+            piece = next(loaded, None)
+            if isinstance(piece, DataError):
+                del loaded  # its workers end now, not when somebody lets go of the error and this frame in it
+                raise piece
+            if piece is None:
                 return
-            if isinstance(micro, DataError):
-                del micro_batches  # its workers end now, not when somebody lets go of the error and this frame in it
-                raise micro
-            step.micro.append(micro)
-            if micro.request.last_of_step:
+            pieces.append(piece)
+            whole = len(pieces) == piece.request.pieces
+            if whole:
+                step.micro.append(self._joined(pieces))
+                pieces = []
+            step.wait += time.perf_counter() - began
+            if whole and piece.request.last_of_step:
                 yield step
                 step = StepBatch()
+
+    def _joined(self, pieces: list[MicroBatch]) -> MicroBatch:
+        micro = self.reader.join(pieces)
+        return micro.pin_memory() if self.pins and len(pieces) > 1 else micro
 
 
 class _Requests:
     """The sampler: what this rank asks for, step by step."""
 
-    def __init__(self, order: GlobalOrder, batching: Batching, rank: int, start: Cursor, epochs: int) -> None:
+    def __init__(
+        self, order: GlobalOrder, batching: Batching, rank: int, start: Cursor, epochs: int, pieces: int
+    ) -> None:
         self.order, self.batching, self.rank, self.start, self.epochs = order, batching, rank, start, epochs
+        self.pieces = pieces
 
     def __iter__(self) -> Iterator[Request]:
         for batch in self.order.batches(self.start, self.batching.global_batch, self.epochs):
             mine = shares(batch.indices, self.batching, self.rank)
             for position, part in enumerate(mine):
                 # A rank left with nothing runs on a sample of another, weighted 0, to take part in the collectives.
-                ids = part if len(part) else batch.indices[:1]
-                yield Request(
-                    ids=tuple(int(index) for index in ids),
-                    epoch=batch.epoch,
-                    borrowed=not len(part),
-                    last_of_step=position == len(mine) - 1,
-                    after=batch.after,
-                    step_samples=len(batch.indices),
-                )
+                for ids in np.array_split(part if len(part) else batch.indices[:1], self.pieces):
+                    yield Request(
+                        ids=tuple(ids.tolist()),
+                        epoch=batch.epoch,
+                        borrowed=not len(part),
+                        last_of_step=position == len(mine) - 1,
+                        after=batch.after,
+                        step_samples=len(batch.indices),
+                        pieces=self.pieces,
+                    )
 
 
 class _Source(Dataset[MicroBatch | DataError]):

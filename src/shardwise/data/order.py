@@ -36,33 +36,40 @@ class GlobalBatch:
 
 
 class GlobalOrder:
+    """Any sample may come anywhere. Data that must be read in pieces has an order of its own: see stream.py."""
+
     def __init__(self, samples: int, seed: int, *, shuffle: bool = True) -> None:
         self.samples = samples
         self.seed = seed
         self.shuffle = shuffle
+        self._epoch = -1
+        self._permutation: Indices = np.empty(0, np.int64)
 
-    def permutation(self, epoch: int) -> Indices:
+    def part(self, epoch: int, begin: int, end: int) -> Indices:
+        """The samples at the positions from `begin` to `end` of an epoch."""
         if not self.shuffle:
-            return np.arange(self.samples)
-        return np.random.default_rng([self.seed, Purpose.ORDER, epoch]).permutation(self.samples)
+            return np.arange(begin, end)
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, Purpose.ORDER, epoch])
+            self._epoch, self._permutation = epoch, rng.permutation(self.samples)
+        return self._permutation[begin:end]
 
     def batches(self, start: Cursor, global_batch: int, epochs: int) -> Iterator[GlobalBatch]:
         """Every global batch from the cursor to the end of the last epoch. The last of an epoch may be short."""
         for epoch in range(start.epoch, epochs):
-            order = self.permutation(epoch)
             first = start.consumed if epoch == start.epoch else 0
             for begin in range(first, self.samples, global_batch):
                 end = min(begin + global_batch, self.samples)
                 after = Cursor(epoch, end) if end < self.samples else Cursor(epoch + 1, 0)
-                yield GlobalBatch(order[begin:end], epoch, after)
+                yield GlobalBatch(self.part(epoch, begin, end), epoch, after)
 
 
 def shares(indices: Indices, batching: Batching, rank: int) -> list[Indices]:
     """This rank's micro-batches of a global batch.
 
     A short batch is spread as evenly as it goes, over as few micro-batches as hold it. Every rank gets the same
-    number of micro-batches, so that all take part in the same collectives; some may be empty.
+    number of micro-batches, so that all take part in the same collectives; some may be empty. A rank's samples stand
+    side by side in the global batch: where that is sorted by place in the file, a rank reads its own part of the file.
     """
     rounds = max(1, math.ceil(len(indices) / (batching.world * batching.batch_size)))
-    parts = np.array_split(indices, rounds * batching.world)
-    return [parts[round_ * batching.world + rank] for round_ in range(rounds)]
+    return np.array_split(np.array_split(indices, batching.world)[rank], rounds)

@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
 from shardwise.data import StepBatch
 from shardwise.engine.step import Parts
 from shardwise.errors import ShardwiseError
-from shardwise.tasks import Loss
+from shardwise.tasks import Loss, Rows
 
 
-def run_evaluation(parts: Parts, batches: Iterable[StepBatch]) -> dict[str, float]:
-    """Averages over all samples of all ranks: sums and counts are added up, and divided once."""
+def run_evaluation(parts: Parts, batches: Iterable[StepBatch], pictures: Path, step: int) -> dict[str, float]:
+    """Averages over all samples of all ranks: sums and counts are added up, and divided once. Rows are studied whole."""
     model = parts.spread.model
     model.eval()
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
+    rows: dict[str, list[Rows]] = defaultdict(list)
     with torch.no_grad():
         for batch in batches:
             for micro in batch.micro:
                 with parts.precision.autocast():
-                    metrics = parts.task.evaluate(model, micro.inputs)
-                for name, metric in metrics.items():
-                    if not isinstance(metric, Loss):
+                    results = parts.task.evaluate(model, micro.inputs)
+                own = not micro.request.borrowed  # a borrowed sample belongs to another rank, which counts it
+                for name, result in results.items():
+                    if isinstance(result, Rows):
+                        rows[name] += [_on_host(result)] if own else []
+                    elif isinstance(result, Loss):
+                        sums[name] += float(result.sum) if own else 0.0
+                        counts[name] += float(result.count) if own else 0.0
+                    else:
                         raise ShardwiseError(
-                            f"the task's evaluate() gave {type(metric).__name__} for {name!r}, not a Loss(sum, count)"
+                            f"the task's evaluate() gave {type(result).__name__} for {name!r}, "
+                            "not a Loss(sum, count) or Rows(keys, columns)"
                         )
-                    # A borrowed sample belongs to another rank, which counts it.
-                    own = not micro.request.borrowed
-                    sums[name] += float(metric.sum) if own else 0.0
-                    counts[name] += float(metric.count) if own else 0.0
     model.train()
+    return _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
+
+
+def _averages(parts: Parts, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:
     names = sorted(sums)
     everyone = parts.world.gather(names)
     if any(other != names for other in everyone):
@@ -45,3 +54,26 @@ def run_evaluation(parts: Parts, batches: Iterable[StepBatch]) -> dict[str, floa
         if totals[index + len(names)]
     }
     return averages | parts.task.derived_metrics(averages)
+
+
+def _studied(parts: Parts, mine: dict[str, list[Rows]], pictures: Path, step: int) -> dict[str, float]:
+    everyone = parts.world.gather(dict(mine))
+    together = {
+        name: _in_order([each for rank in everyone for each in rank.get(name, [])])
+        for name in sorted({name for rank in everyone for name in rank})
+        if any(rank.get(name) for rank in everyone)
+    }
+    if not together:
+        return {}
+    return parts.world.on_first(lambda: parts.task.study(together, pictures, step))
+
+
+def _in_order(parts: list[Rows]) -> Rows:
+    keys = torch.cat([part.keys for part in parts])
+    order = keys.argsort()
+    columns = {name: torch.cat([part.columns[name] for part in parts])[order] for name in parts[0].columns}
+    return Rows(keys[order], columns)
+
+
+def _on_host(rows: Rows) -> Rows:
+    return Rows(rows.keys.cpu(), {name: column.cpu() for name, column in rows.columns.items()})

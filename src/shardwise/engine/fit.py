@@ -27,7 +27,12 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
         try:
             if notice:
                 console.say(notice)
-            session.prepare()
+            try:
+                session.prepare()
+            except BaseException:
+                if session.world.is_first:
+                    folder.abandon()
+                raise
             monitor = Monitor(session, folder, console)
             resumed = session.resume(resume) if resume else None
             monitor.begin(resumed, resuming=resume is not None)

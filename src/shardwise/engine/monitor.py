@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
+from shardwise.parallel.spread import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
 from shardwise.watch.trackers import Tracker, open_trackers
+
+MUCH_WAITING = 0.1
+"""The share of the time spent waiting for data above which a run says so."""
 
 
 @dataclass
@@ -43,6 +50,7 @@ class Monitor:
         self.last_loss: float | None = None
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self._said_wait = False
 
     # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
 
@@ -64,6 +72,7 @@ class Monitor:
             f"{batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, {session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
+        self._mind_the_batch_norm()
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
             if session.batch_before != batching.global_batch:
@@ -78,7 +87,7 @@ class Monitor:
 
     def stepped(self, result: StepResult) -> None:
         session = self.session
-        self.rates.add(result.samples, result.global_count)
+        self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             self.console.say(
@@ -93,13 +102,16 @@ class Monitor:
         self.last_loss = session.loss(result)
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)
+        readings = self.rates.read()
+        # The rank that waits longest holds up all of them.
+        readings["data_wait_share"] = max(each["data_wait_share"] or 0.0 for each in session.world.gather(readings))
         record: dict[str, Any] = {
             "step": done,
             "epoch": session.cursor.epoch if session.cursor.consumed else session.cursor.epoch - 1,
             "loss": self.last_loss,
             "lr": result.lr,
             "grad_norm": result.grad_norm,
-            **self.rates.read(),
+            **readings,
             "memory_gib": round(gib, 3),
             "memory_kind": kind,
             "skipped_steps": session.skipped_steps,
@@ -113,6 +125,7 @@ class Monitor:
             self.folder.add_metrics(record)
             self._track(done, {key: value for key, value in record.items() if isinstance(value, float)})
         self.console.say(self._line(done, record))
+        self._mind_the_data(done, record["data_wait_share"])
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         if not metrics:
@@ -174,9 +187,39 @@ class Monitor:
                 parts.append(f"{short(record['counts_per_second'])} {self.session.task.unit}/s")
             mfu = record["mfu"]
             parts.append(f"MFU {mfu:.1%}" if mfu is not None else f"MFU unknown ({self.device_name})")
+            parts.append(f"data wait {record['data_wait_share']:.0%}")
             parts.append(f"{record['memory_gib']:.2f} GiB {record['memory_kind']}")
         parts.append(f"ETA {clock(self.rates.seconds_left(total - step))}")
         return "  ".join(parts)
+
+    def _mind_the_batch_norm(self) -> None:
+        model, world = self.session.parts.spread.module, self.session.world
+        if world.size > 1 and has_batch_norm(model):
+            synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+            self.console.say(
+                "batch norm: statistics over the micro-batches of all ranks (SyncBatchNorm)"
+                if synced
+                else f"batch norm: each rank's statistics come from its own {self.session.batching.batch_size} samples, so the "
+                "numbers depend on how many ranks there are; running statistics are rank 0's"
+            )
+
+    def _mind_the_data(self, step: int, share: float) -> None:
+        """Said once. The first step is left out: it includes the start of the workers."""
+        if share <= MUCH_WAITING or step == 1 or self._said_wait:
+            return
+        self._said_wait = True
+        data, world = self.session.config.data, self.session.world
+        room = max(1, (os.cpu_count() or 1) // max(1, world.size))
+        remedy = (
+            f"data.num_workers is 0: set it to {min(4, room)} or more, and the next batch is read while this one computes"
+            if data.num_workers == 0
+            else f"data.num_workers is {data.num_workers}: raise it while there are idle cores (here {os.cpu_count()}), or "
+            "read less per sample"
+        )
+        self.console.say(
+            f"warning: step {step}: {share:.0%} of the time is spent waiting for data. {remedy}. "
+            "`shardwise bench data CONFIG` measures which part is slow"
+        )
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         for tracker in self.trackers:

@@ -24,7 +24,7 @@ from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_int
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_task_class
 from shardwise.config.seeds import Purpose
-from shardwise.data import Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.optimizer import build_optimizer
@@ -112,6 +112,7 @@ class Session:
             task = self._make_task()
         self.task: Task = task
         seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
+        self.world.on_each_machine(task.prepare_data)
         self.train_data = task.train_data()
         self.valid_data = task.valid_data()
         self._check_data()
@@ -149,7 +150,8 @@ class Session:
 
     def _check_data(self) -> None:
         for data in (self.train_data, self.valid_data):
-            if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            by_index = isinstance(data, BatchedSamples) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+            if data is not None and not by_index:
                 raise DataError(f"data must have a length and be read by index, unlike {type(data).__name__}")
         if not len(self.train_data):
             raise DataError("the training data is empty")
@@ -189,7 +191,7 @@ class Session:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         loader = StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
-            GlobalOrder(len(self.train_data), self.config.seed),
+            self._order(),
             self.batching,
             self.world.rank,
             self.world.device,
@@ -202,6 +204,10 @@ class Session:
                 yield batch
                 if self.steps_done >= self.total_steps:
                     return
+
+    def _order(self) -> GlobalOrder:
+        data, seed = self.train_data, self.config.seed
+        return data.order(seed) if isinstance(data, BatchedSamples) else GlobalOrder(len(data), seed)
 
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
@@ -234,7 +240,7 @@ class Session:
             self.config.data,
         )
         self.parts.spread.share_buffers()
-        metrics = run_evaluation(self.parts, loader)
+        metrics = run_evaluation(self.parts, loader, Path(self.config.run_folder) / "pictures", self.steps_done)
         if self.config.training.monitor not in metrics:
             raise ConfigError(
                 f"training.monitor: {self.config.training.monitor!r} is not a metric of this task; "

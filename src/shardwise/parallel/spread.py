@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import Training
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -68,8 +68,9 @@ class Spread:
 
 
 def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Training, world: World) -> Spread:
-    """Tensor types → activation checkpointing → sharding or replicas, in this order for every model."""
+    """Tensor types → batch norm → activation checkpointing → sharding or replicas, in this order for every model."""
     fsdp = training.fsdp
+    build = _with_batch_norm(build, training, world)
     shape = build() if world.is_first and strategy != "fsdp" else build_shape(build)
     _cast_parameters(shape, training)
     blocks = find_blocks(shape)
@@ -84,6 +85,20 @@ def spread(build: Build, find_blocks: FindBlocks, strategy: str, training: Train
     if strategy == "ddp":
         return _replicate(module, training, world)
     return Spread(module, module)
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def _with_batch_norm(build: Build, training: Training, world: World) -> Build:
+    """The same model; its batch norms see the whole micro-batch of all ranks where the device can do that."""
+    on_cuda = world.device.type == "cuda"
+    if training.sync_batch_norm and not on_cuda:
+        raise ConfigError("training.sync_batch_norm: true needs CUDA; on CPUs batch norm sees a rank's own samples")
+    if training.sync_batch_norm is False or not on_cuda or (world.size == 1 and not training.sync_batch_norm):
+        return build
+    return lambda: nn.SyncBatchNorm.convert_sync_batchnorm(build())
 
 
 def sharding_units(model: nn.Module, blocks: list[nn.Module], min_num_params: int) -> list[nn.Module]:
@@ -195,7 +210,7 @@ def _refuse_what_cannot_be_sharded(model: nn.Module) -> None:
 
 
 def _shard(model: nn.Module, units: list[nn.Module], weights: _Weights, training: Training, world: World) -> Spread:
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    mesh = _mesh(training, world)
     compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(training.precision)
     # Gradients are reduced in fp32 even where the compute type is narrower.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
@@ -207,6 +222,15 @@ def _shard(model: nn.Module, units: list[nn.Module], weights: _Weights, training
     set_model_state_dict(model, weights.state, options=options)
     _broadcast_buffers(model, weights.buffers, world)
     return Spread(model, model)
+
+
+def _mesh(training: Training, world: World) -> DeviceMesh:
+    if training.fsdp is None or training.fsdp.sharding_strategy == "FULL_SHARD":
+        return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    if world.size % training.num_nodes:
+        raise ConfigError(f"HYBRID_SHARD: {world.size} ranks do not divide evenly over num_nodes: {training.num_nodes}")
+    shape = (training.num_nodes, world.size // training.num_nodes)  # ranks of a machine are numbered side by side
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: World) -> None:

@@ -22,6 +22,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    local_rank: int
     connected: bool
     """Whether a process group is up. One rank without strategy needs none."""
 
@@ -33,7 +34,8 @@ class World:
         """
         rank = int(os.environ.get("RANK", "0"))
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        place = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        place = _device(device, local_rank)
         if connect is None:
             connect = size > 1
         if connect:
@@ -48,7 +50,7 @@ class World:
                 timeout=timeout,
                 device_id=place if place.type == "cuda" else None,
             )
-        return cls(rank, size, place, connect)
+        return cls(rank, size, place, local_rank, connect)
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +92,17 @@ class World:
         if problem is not None:
             raise problem
         return value
+
+    def on_each_machine(self, action: Callable[[], None]) -> None:
+        """Run something on one rank of every machine while the others wait. An error is raised on every rank."""
+        problem: Exception | None = None
+        if self.local_rank == 0:
+            try:
+                action()
+            except (OSError, ShardwiseError) as error:
+                problem = error
+        if found := next((each for each in self.gather(problem) if each is not None), None):
+            raise found
 
     def leave(self) -> None:
         if self.connected and dist.is_initialized():

@@ -3,6 +3,6 @@
 A task knows its data, its model and its loss. It knows nothing of ranks.
 """
 
-from shardwise.tasks.base import Loss, Task
+from shardwise.tasks.base import Loss, Rows, Task
 
-__all__ = ["Loss", "Task"]
+__all__ = ["Loss", "Rows", "Task"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from shardwise.config import Block, Config, DataBlock
-from shardwise.data.loader import Samples
+from shardwise.data import BatchedSamples, Samples
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,16 @@ class Loss:
 
     sum: Tensor
     count: int | Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Results of single samples, to be looked at together: every rank's are brought to rank 0 and put in order."""
+
+    keys: Tensor
+    """Which samples: the order of the rows, on any number of ranks."""
+    columns: dict[str, Tensor]
+    """One row per key in each."""
 
 
 class Task(ABC):
@@ -37,8 +47,12 @@ class Task(ABC):
         # Any, because the blocks `data`, `tokenizer` and `model` are of the task's own types.
         self.config: Any = config
 
+    def prepare_data(self) -> None:  # noqa: B027
+        """Make or check files. One process per machine does so, before any rank calls train_data; an error here is
+        told on every rank. Default: nothing."""
+
     @abstractmethod
-    def train_data(self) -> Samples:
+    def train_data(self) -> Samples | BatchedSamples:
         """A data set with a length; sample i is the same on every rank."""
 
     @abstractmethod
@@ -49,7 +63,7 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """The loss of a micro-batch, summed; its count must equal `count(batch)`."""
 
-    def valid_data(self) -> Samples | None:
+    def valid_data(self) -> Samples | BatchedSamples | None:
         """A data set to evaluate on; none of its samples may be in the training data."""
         return None
 
@@ -60,9 +74,13 @@ class Task(ABC):
         """What the loss of this batch is divided by, known before the forward pass. Default: the batch size."""
         return leading_size(batch)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Loss]:
-        """Metrics of a batch, each a sum and a count. Every rank calls it equally often."""
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Loss | Rows]:
+        """Metrics of a batch, each a sum and a count; or rows for `study`. Every rank calls it equally often."""
         return {"loss": self.loss(model, batch)}
+
+    def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
+        """Metrics that need the rows of all samples at once, and pictures of them. Called on rank 0."""
+        return {}
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics that follow from the averaged ones, such as perplexity."""

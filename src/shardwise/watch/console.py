@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import IO, Any
@@ -16,12 +17,18 @@ class Console:
         self._live = False
         self._before = sys.stdout, sys.stderr
         self._log: IO[str] | None = None
+        self._handler = _Spoken(self)
+        logger = logging.getLogger("shardwise")
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self._handler)
         if self.speaks:
             self.terminal = sys.stdout
             if self.prefix:
                 sys.stdout = _Prefixed(sys.stdout, self.prefix)
                 sys.stderr = _Prefixed(sys.stderr, self.prefix)
         else:
+            (folder / "ranks").mkdir(parents=True, exist_ok=True)
             self._log = (folder / "ranks" / f"rank-{rank:04d}.log").open("a")
             self.terminal = self._log
             sys.stdout = sys.stderr = _Prefixed(self._log, self.prefix)
@@ -44,6 +51,9 @@ class Console:
 
     def close(self) -> None:
         self._clear()
+        logger = logging.getLogger("shardwise")
+        logger.removeHandler(self._handler)
+        logger.propagate = True
         sys.stdout, sys.stderr = self._before
         if self._log is not None:
             self._log.close()
@@ -52,6 +62,18 @@ class Console:
         if self._live:
             self.terminal.write("\r\x1b[K")
             self._live = False
+
+
+class _Spoken(logging.Handler):
+    """What data and tasks have to say: they log, and a run's console speaks it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "warning: " if record.levelno >= logging.WARNING else ""
+        self.console.say(mark + record.getMessage())
 
 
 class _Prefixed:

@@ -54,14 +54,17 @@ class Rates:
     began: float = field(default_factory=time.perf_counter)
     samples: int = 0
     counts: int = 0
+    waited: float = 0.0
+    """Seconds spent waiting for data."""
     paused: float = 0.0
     total_steps: int = 0
     total_time: float = 0.0
     total_samples: int = 0
 
-    def add(self, samples: int, counts: int) -> None:
+    def add(self, samples: int, counts: int, waited: float = 0.0) -> None:
         self.samples += samples
         self.counts += counts
+        self.waited += waited
         self.total_steps += 1
         self.total_samples += samples
 
@@ -77,9 +80,11 @@ class Rates:
             "samples_per_second": self.samples / elapsed,
             "counts_per_second": per_second,
             "mfu": achieved / self.peak if achieved and self.peak else None,
+            "data_wait_share": min(1.0, self.waited / elapsed),
         }
         self.total_time += elapsed
-        self.began, self.samples, self.counts, self.paused = time.perf_counter(), 0, 0, 0.0
+        self.began, self.samples, self.counts = time.perf_counter(), 0, 0
+        self.waited = self.paused = 0.0
         return readings
 
     def average_samples(self) -> float:

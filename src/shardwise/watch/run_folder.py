@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,8 @@ class RunFolder:
         self.path = path
         self.rank = rank
         self._streams: dict[Path, IO[str]] = {}
+        self._aside: Path | None = None
+        """Where the run went that lay here before."""
 
     @property
     def rank_file(self) -> Path:
@@ -44,12 +47,23 @@ class RunFolder:
                 )
             aside = next(p for n in range(1, 10_000) if not (p := Path(f"{self.path}-{n}")).exists())
             self.path.rename(aside)
+            self._aside = aside
             notice = f"the earlier run was moved to {aside}"
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"the run folder {self.path} cannot be made: {error.strerror}") from None
         return notice
+
+    def abandon(self) -> None:
+        """Rank 0, when nothing came of the start: leave no half of a run, and put an earlier one back."""
+        if (self.path / "run.json").exists():
+            return
+        shutil.rmtree(self.path / "ranks", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+            if self._aside is not None:
+                self._aside.rename(self.path)
 
     def describe(self, config: Config, facts: dict[str, Any]) -> None:
         (self.path / "config.yaml").write_text(dump_config(config))
