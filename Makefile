@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm,track,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lm,medical,cells,images,track,dev]'
 	touch $(STAMP)
 
 clean:
