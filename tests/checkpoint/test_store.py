@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Progress, save_from
-from shardwise.checkpoint import manifest as manifest_room
 from shardwise.checkpoint import store as store_room
-from shardwise.checkpoint.manifest import NAME, FileEntry, entry_of, problems_of, read_manifest
 from shardwise.data import Cursor
+from shardwise.data import manifest as manifest_room
+from shardwise.data.manifest import NAME, FileEntry, entry_of, problems_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -271,7 +271,7 @@ def test_each_problem_is_named(store: CheckpointStore) -> None:
     for text in ("[]", "{}", '{"version": 99}'):
         (folder / NAME).write_text(text)
         assert problems_of(folder) == ["the manifest is not of version 1"]
-    (folder / NAME).write_text('{"version": 1, "files": {}, "progress": {}}')
+    (folder / NAME).write_text('{"version": 1, "files": {}, "about": {}}')
     assert problems_of(folder) == ["the manifest has changed: its checksum does not match"]
 
 
@@ -316,7 +316,7 @@ def test_a_step_that_is_written_again_replaces_the_old_one(store: CheckpointStor
     path = commit(store, 7, metric=0.5, content="again")
     assert path == store.folder / "step-00000007"
     assert contents(path).keys() == {"a.bin", "b.bin", NAME}
-    assert read_manifest(path)["progress"]["metric"] == 0.5
+    assert read_manifest(path)["about"]["metric"] == 0.5
     assert [item.name for item in store.folder.iterdir()] == ["step-00000007"]
 
 

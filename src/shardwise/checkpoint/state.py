@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardwise.checkpoint.manifest import FileEntry, entry_of, read_manifest
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.data import Cursor
+from shardwise.data.manifest import FileEntry, entry_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -43,7 +43,7 @@ class Progress:
     @classmethod
     def read(cls, folder: Path) -> Progress:
         try:
-            fields = dict(read_manifest(folder)["progress"])
+            fields = dict(read_manifest(folder)["about"])
             return cls(**{**fields, "cursor": Cursor(**fields["cursor"])})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

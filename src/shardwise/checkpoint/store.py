@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.manifest import FileEntry, flush, problems_of, read_manifest, write_manifest
+from shardwise.data.manifest import FileEntry, flush, problems_of, read_manifest, write_manifest
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"^step-(\d{8,})$")
@@ -70,7 +70,7 @@ class CheckpointStore:
                 continue
             path = self.folder / name
             try:
-                metric = read_manifest(path)["progress"]["metric"]
+                metric = read_manifest(path)["about"]["metric"]
             except (ValueError, KeyError, TypeError):
                 metric = None
             found.append(Found(path, int(match.group(1)), metric))

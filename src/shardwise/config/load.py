@@ -10,19 +10,24 @@ from typing import Any
 
 from pydantic import Field, ValidationError, create_model
 
+from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
 from shardwise.config.schema import Block, Config, DataBlock
 from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
-BUILT_IN_TASKS = {"chess": "shardwise.tasks.chess:ChessTask"}
+BUILT_IN_TASKS = {
+    "chess": "shardwise.tasks.chess:ChessTask",
+    "cells": "shardwise.tasks.cells:CellsTask",
+}
 BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel}
+    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel},
+    "cells": {"data": CellsData, "tokenizer": CellsTokenizer, "model": CellsModel},
 }
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
-_LATER_TASKS = ("cells", "segmentation", "images")
+_LATER_TASKS = ("segmentation", "images")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

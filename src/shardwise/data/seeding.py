@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def seed_everything(*key: int) -> None:
@@ -32,3 +33,28 @@ def seeded(*key: int) -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def random_bits(key: tuple[int, ...], samples: NDArray[np.integer], places: NDArray[np.integer]) -> NDArray[np.uint64]:
+    """64 random bits for each (sample, place): a function of these and the key alone, for whole arrays at once.
+
+    What is drawn for a sample does not depend on which samples stand beside it, as it would with a generator.
+    """
+    start = np.random.SeedSequence(key).generate_state(1, np.uint64)
+    of_sample = _mixed(samples.astype(np.uint64) * _STEP + start)
+    return _mixed(of_sample + places.astype(np.uint64) * _STEP)
+
+
+# The finaliser of splitmix64: every bit of the input changes every bit of the output with a chance of one half.
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits ^= bits >> _SHIFTS[0]
+    bits *= _MIX[0]
+    bits ^= bits >> _SHIFTS[1]
+    bits *= _MIX[1]
+    bits ^= bits >> _SHIFTS[2]
+    return bits

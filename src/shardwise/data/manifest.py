@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: every file with its size and checksum, and its own. Without it, nothing is loaded."""
+"""The manifest of a folder of files that belong together, such as a checkpoint: every file with its size and checksum,
+and its own. Without it, nothing is loaded."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ def entry_of(file: Path) -> FileEntry:
         return FileEntry(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def write_manifest(folder: Path, files: dict[str, FileEntry], progress: dict[str, Any]) -> None:
+def write_manifest(folder: Path, files: dict[str, FileEntry], about: dict[str, Any]) -> None:
     """Last of all files: it names every other one. Flushed, with the folder, before this returns."""
     content = {
         "version": VERSION,
-        "progress": progress,
+        "about": about,
         "files": {name: asdict(entry) for name, entry in sorted(files.items())},
     }
     file = folder / NAME
@@ -59,8 +60,11 @@ def _sealed(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": checksum}, indent=1)
 
 
-def problems_of(folder: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint: missing, cut, changed or surplus files. Empty means whole."""
+def problems_of(folder: Path, *, contents: bool = True) -> list[str]:
+    """Everything that is wrong with a folder: missing, cut, changed or surplus files. Empty means whole.
+
+    Without `contents`, sizes are compared and checksums are not: instant, for data too large to be read twice.
+    """
     try:
         files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
     except (ValueError, KeyError) as error:
@@ -72,7 +76,7 @@ def problems_of(folder: Path) -> list[str]:
             problems.append(f"{name} is missing")
         elif file.stat().st_size != entry["size"]:
             problems.append(f"{name} has {file.stat().st_size} bytes instead of {entry['size']}")
-        elif entry_of(file).sha256 != entry["sha256"]:
+        elif contents and entry_of(file).sha256 != entry["sha256"]:
             problems.append(f"{name} has changed: its checksum does not match")
     surplus = {file.name for file in folder.iterdir()} - set(files) - {NAME}
     return problems + [f"{name} does not belong to it" for name in sorted(surplus)]

@@ -1,0 +1,106 @@
+"""A transformer encoder over the genes of a cell, in plain PyTorch: pre-norm, scaled-dot-product attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.config.cells import CellsModel, CellsTokenizer
+from shardwise.tasks.cells.tokens import CLS, FIRST_BIN, FIRST_GENE, PAD
+
+
+class CellEncoder(nn.Module):
+    """Tokens → states; `predict` turns the states of hidden places into logits or numbers, `embed` a cell into a vector."""
+
+    def __init__(self, options: CellsModel, tokenizer: CellsTokenizer, genes: int, max_len: int) -> None:
+        super().__init__()
+        width = options.hidden_dim
+        self.strategy = tokenizer.strategy
+        self.pooling = options.pooling or ("cls" if tokenizer.prepend_cls else "mean")
+        self.genes = nn.Embedding(FIRST_GENE + genes, width, padding_idx=PAD)
+        if self.strategy == "rank_value":
+            self.ranks = nn.Embedding(max_len, width)
+        elif self.strategy == "binned_expression":
+            self.bins = nn.Embedding(FIRST_BIN + tokenizer.num_bins, width, padding_idx=PAD)
+        else:
+            self.values = nn.Sequential(nn.Linear(1, width), nn.GELU(), nn.Linear(width, width))
+            self.hidden = nn.Parameter(torch.empty(width))
+        self.dropout = nn.Dropout(options.dropout)
+        self.blocks = nn.ModuleList(
+            EncoderBlock(width, options.num_heads, options.ffn_dim or 4 * width, options.dropout)
+            for _ in range(options.num_layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        outputs = {"rank_value": genes, "binned_expression": tokenizer.num_bins, "continuous_projection": 1}
+        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, outputs[self.strategy]))
+        self._initialize()
+
+    def _initialize(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+        if self.strategy == "continuous_projection":
+            nn.init.normal_(self.hidden, std=0.02)
+
+    def forward(self, batch: Mapping[str, Tensor], *, want: str = "predictions") -> Tensor:
+        """`predictions` at the hidden places, in the order of the tokens; or one `embedding` per cell."""
+        states, real = self._states(batch)
+        if want == "embedding":
+            return self._pooled(states, real)
+        return self.head(states[batch["targets"] >= 0]).float()
+
+    def _states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        genes = batch["genes"]
+        real = genes != PAD
+        states = self.genes(genes)
+        if self.strategy == "rank_value":
+            states = states + self.ranks.weight[: genes.shape[1]]
+        elif self.strategy == "binned_expression":
+            states = states + self.bins(batch["bins"])
+        else:
+            shown = self.values(batch["values"].to(states.dtype).unsqueeze(-1))
+            # No number stands at CLS and padding, and none may be seen at a hidden place.
+            has_value = (real & (genes != CLS)).unsqueeze(-1)
+            states = (
+                states + torch.where(batch["hidden"].unsqueeze(-1), self.hidden.to(states.dtype), shown) * has_value
+            )
+        states = self.dropout(states)
+        mask = real[:, None, None, :]
+        for block in self.blocks:
+            states = block(states, mask)
+        return self.norm(states), real
+
+    def _pooled(self, states: Tensor, real: Tensor) -> Tensor:
+        if self.pooling == "cls":
+            return states[:, 0].float()
+        weight = real.unsqueeze(-1).float()
+        return (states.float() * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
+
+
+class EncoderBlock(nn.Module):
+    def __init__(self, width: int, heads: int, ffn: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm_attention = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+        self.norm_ffn = nn.LayerNorm(width)
+        self.ffn = nn.Sequential(nn.Linear(width, ffn), nn.GELU(), nn.Linear(ffn, width))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        states = states + self.drop(self._attend(self.norm_attention(states), mask))
+        return states + self.drop(self.ffn(self.norm_ffn(states)))
+
+    def _attend(self, states: Tensor, mask: Tensor) -> Tensor:
+        rows, length, width = states.shape
+        projected: Any = self.queries_keys_values(states).view(rows, length, 3, self.heads, width // self.heads)
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        return self.output(mixed.transpose(1, 2).reshape(rows, length, width))

@@ -1,0 +1,73 @@
+"""Cells as they are handed around: sparse rows, genes and values side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Some cells, each with the genes it expresses. Genes are numbers of the vocabulary."""
+
+    starts: Ints
+    """Where each cell begins in `genes` and `values`, and, last, where the last one ends."""
+    genes: NDArray[np.integer]
+    values: NDArray[np.floating | np.integer]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        return np.diff(self.starts)
+
+    def take(self, rows: Ints) -> SparseRows:
+        lengths = self.starts[rows + 1] - self.starts[rows]
+        starts = starts_of(lengths)
+        where = np.arange(starts[-1]) + np.repeat(self.starts[rows] - starts[:-1], lengths)
+        return SparseRows(starts, self.genes[where], self.values[where])
+
+
+def starts_of(lengths: Ints) -> Ints:
+    starts = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    return starts
+
+
+def stack(parts: Sequence[SparseRows]) -> SparseRows:
+    return SparseRows(
+        starts_of(np.concatenate([part.lengths for part in parts])),
+        np.concatenate([part.genes for part in parts]),
+        np.concatenate([part.values for part in parts]),
+    )
+
+
+class CellSource(Protocol):
+    """Where cells come from: files on disk, read in pieces. Rows are numbered over all files."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, first: int, last: int) -> SparseRows:
+        """The rows from `first` to `last`, the latter not included."""
+
+    def numbers(self, rows: Ints) -> Ints:
+        """What tells a cell from all others, in every copy of the data."""
+
+    def labels(self) -> tuple[Ints, list[str]] | None:
+        """A label for every row, as a number (-1: none), and the names; None where there are no labels."""
+
+
+def gather(source: CellSource, rows: Ints, *, gap: int = 64) -> SparseRows:
+    """Single rows, in the order asked for (ascending). Rows close together are read in one go."""
+    parts = []
+    for run in np.split(rows, np.flatnonzero(np.diff(rows) > gap) + 1):
+        if len(run):
+            parts.append(source.read(int(run[0]), int(run[-1]) + 1).take(run - run[0]))
+    return stack(parts)

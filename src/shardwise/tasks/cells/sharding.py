@@ -1,0 +1,149 @@
+"""Writing a sharded copy, with memory for one shard: scatter the rows over bins, then shuffle each bin."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from shardwise.config.cells import CellsData
+from shardwise.config.seeds import Purpose
+from shardwise.data.manifest import FileEntry, entry_of, flush, write_manifest
+from shardwise.errors import DataError
+from shardwise.tasks.cells.corpus import Corpus, h5ad_paths, open_corpus
+from shardwise.tasks.cells.rows import Ints, SparseRows, stack
+from shardwise.tasks.cells.shards import KIND, write_shard
+
+PIECE = 8192
+"""Rows read at a time."""
+MOST_BINS = 512
+"""Every bin is an open file while the rows are scattered."""
+
+log = logging.getLogger("shardwise")
+
+
+def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard: int) -> Path:
+    """Copy the cells of a config into `target`. Whole when it returns; not there at all if anything went wrong."""
+    if options.source == "shards":
+        raise DataError("data.source: shards is a sharded copy already; give a config that reads h5ad files")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DataError(f"--to {target} is there already and not empty: name a new folder")
+    corpus = open_corpus(options, seed, quiet=False)
+    aside = target.with_name(f".{target.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        about = _write(corpus, aside, cells_per_shard, seed) | {
+            "sources": [str(path) for path in h5ad_paths(options, seed)],
+            "seed": seed,
+            "valid_fraction": options.valid_fraction,
+        }
+        files: dict[str, FileEntry] = {}
+        for file in sorted(aside.glob("*.arrow")):
+            flush(file)
+            files[file.name] = entry_of(file)
+        write_manifest(aside, files, about)
+        if target.exists():
+            target.rmdir()
+        aside.rename(target)
+        flush(target.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _write(corpus: Corpus, folder: Path, cells_per_shard: int, seed: int) -> dict[str, Any]:
+    count = -(-corpus.split.kept // cells_per_shard)
+    if count > MOST_BINS:
+        raise DataError(
+            f"{corpus.split.kept} cells make {count} shards of {cells_per_shard}; at most {MOST_BINS} can be made. Set "
+            f"--cells-per-shard to {-(-corpus.split.kept // MOST_BINS)} or more"
+        )
+    rng = np.random.default_rng([seed, Purpose.ORDER])
+    names, largest = _scatter(corpus, folder, count, rng)
+    genes = np.uint16 if len(corpus.genes) <= 2**16 else np.uint32
+    values = np.uint16 if largest is not None and largest < 2**16 else np.float32
+    shards: dict[str, dict[str, int]] = {"train": {}, "valid": {}}
+    for number in range(count + 1):
+        rows, cells, labels = _collected(folder / f"{number}.bin")
+        part, order = ("train", rng.permutation(len(cells))) if number < count else ("valid", np.argsort(cells))
+        if len(cells):
+            name = f"{part}-{number % count:05d}.arrow"
+            write_shard(folder / name, rows.take(order), cells[order], labels[order], genes, values)
+            shards[part][name] = len(cells)
+        (folder / f"{number}.bin").unlink()
+    return {
+        "kind": KIND,
+        "shards": shards,
+        "counts": corpus.counts,
+        "labels": names,
+        "genes": list(corpus.genes),
+    }
+
+
+def _scatter(corpus: Corpus, folder: Path, count: int, rng: np.random.Generator) -> tuple[list[str], float | None]:
+    """Every row into a bin drawn at random, those held out into the last one. Returns the names of the labels, and the
+    largest value if all values are whole numbers."""
+    source, split = corpus.training, corpus.split
+    codes, names = source.labels() or (np.full(len(source), -1, np.int64), [])
+    largest: float | None = 0.0
+    began = said = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        bins = [stack.enter_context(pa.ipc.new_stream(str(folder / f"{n}.bin"), _SCHEMA)) for n in range(count + 1)]
+        for first in range(0, len(source), PIECE):
+            rows = source.read(first, min(first + PIECE, len(source)))
+            numbers = np.arange(first, first + len(rows))
+            bin_of = np.where(np.isin(numbers, split.held_out), count, rng.integers(0, count, size=len(rows)))
+            for number in np.unique(bin_of).tolist():
+                chosen = np.flatnonzero(bin_of == number)
+                bins[number].write_batch(_packed(rows.take(chosen), numbers[chosen], codes[numbers[chosen]]))
+            if largest is not None and len(rows.values):
+                whole = rows.values.dtype.kind in "iu" or (rows.values == np.round(rows.values)).all()
+                largest = max(largest, float(rows.values.max())) if whole else None
+            if time.monotonic() - said > 10:
+                said = time.monotonic()
+                log.info(f"{first / len(source):.0%} of {len(source)} cells after {said - began:.0f} s")
+    return names, largest
+
+
+_SCHEMA = pa.schema(
+    [("cell", pa.int64()), ("label", pa.int64()), ("genes", pa.list_(pa.int32())), ("values", pa.list_(pa.float32()))]
+)
+
+
+def _packed(rows: SparseRows, cells: Ints, labels: Ints) -> pa.RecordBatch:
+    starts = pa.array(rows.starts.astype(np.int32))
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(cells),
+            pa.array(labels),
+            pa.ListArray.from_arrays(starts, pa.array(rows.genes.astype(np.int32))),
+            pa.ListArray.from_arrays(starts, pa.array(rows.values.astype(np.float32))),
+        ],
+        schema=_SCHEMA,
+    )
+
+
+def _collected(file: Path) -> tuple[SparseRows, Ints, Ints]:
+    with pa.ipc.open_stream(str(file)) as reader:
+        batches = list(reader)
+    nothing = [
+        _packed(SparseRows(np.zeros(1, np.int64), np.empty(0, int), np.empty(0)), np.empty(0, int), np.empty(0, int))
+    ]
+    batches = batches or nothing
+    rows = [
+        SparseRows(
+            batch.column("genes").offsets.to_numpy().astype(np.int64),
+            batch.column("genes").values.to_numpy(),
+            batch.column("values").values.to_numpy(),
+        )
+        for batch in batches
+    ]
+    cells, labels = (np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in ("cell", "label"))
+    return stack(rows), cells, labels

@@ -1,0 +1,147 @@
+"""A sharded copy of cells, made to be read fast: Arrow files that are mapped into memory, rows in random order.
+
+folder/
+  manifest.json         every file with size and checksum; genes, labels, where the cells came from
+  train-00000.arrow     cells to train on, shuffled over the whole corpus
+  valid-00000.arrow     cells held out
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from shardwise.data.manifest import problems_of, read_manifest
+from shardwise.errors import DataError
+from shardwise.tasks.cells.rows import Ints, SparseRows, stack, starts_of
+
+KIND = "cells"
+"""In the manifest: what the folder holds."""
+
+
+@dataclass(frozen=True)
+class ShardedCopy:
+    genes: list[str]
+    counts: bool
+    training: ShardFiles
+    validation: ShardFiles
+
+
+class ShardFiles:
+    """A CellSource. Nothing is read before it is asked for; a slice is copied from the mapped file, not parsed."""
+
+    def __init__(self, files: Sequence[Path], cells: Sequence[int], label_names: list[str]) -> None:
+        self.files, self.label_names = files, label_names
+        self.bounds = starts_of(np.array(cells, np.int64))
+        self._open: dict[int, _Shard] = {}
+        self._owner = os.getpid()
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def read(self, first: int, last: int) -> SparseRows:
+        parts = [
+            self._shard(number).read(max(first - start, 0), min(last, end) - start)
+            for number, (start, end) in enumerate(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+            if first < end and last > start
+        ]
+        return parts[0] if len(parts) == 1 else stack(parts)
+
+    def numbers(self, rows: Ints) -> Ints:
+        found = np.empty(len(rows), np.int64)
+        which = np.searchsorted(self.bounds, rows, side="right") - 1
+        for number in np.unique(which).tolist():
+            here = which == number
+            found[here] = self._shard(number).cells[rows[here] - self.bounds[number]]
+        return found
+
+    def labels(self) -> tuple[Ints, list[str]] | None:
+        if not self.label_names:
+            return None
+        codes = [self._shard(number).labels for number in range(len(self.files))]
+        return np.concatenate(codes).astype(np.int64), self.label_names
+
+    def _shard(self, number: int) -> _Shard:
+        if self._owner != os.getpid():
+            self._open, self._owner = {}, os.getpid()
+        if number not in self._open:
+            self._open[number] = _Shard.map(self.files[number])
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    cells: Ints
+    labels: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    genes: NDArray[Any]
+    values: NDArray[Any]
+
+    @classmethod
+    def map(cls, file: Path) -> _Shard:
+        try:
+            batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(
+                f"{file} cannot be read: {error}. `shardwise data verify` tells which files are whole"
+            ) from None
+        genes, values = batch.column("genes"), batch.column("values")
+        return cls(
+            batch.column("cell").to_numpy(),
+            batch.column("label").to_numpy(),
+            genes.offsets.to_numpy(),
+            genes.values.to_numpy(),
+            values.values.to_numpy(),
+        )
+
+    def read(self, first: int, last: int) -> SparseRows:
+        starts = self.starts[first : last + 1].astype(np.int64)
+        begin, end = int(starts[0]), int(starts[-1])
+        return SparseRows(starts - begin, self.genes[begin:end], self.values[begin:end])
+
+
+def open_shards(folder: Path) -> ShardedCopy:
+    """A copy whose files are all there with the sizes that the manifest says."""
+    if not folder.is_dir():
+        raise DataError(
+            f"there is no folder {folder}. `shardwise data shard CONFIG --to {folder}` makes one from h5ad files"
+        )
+    problems = problems_of(folder, contents=False)
+    if problems:
+        raise DataError(
+            f"{folder} is not a whole sharded copy: {'; '.join(problems[:3])}. Make it anew with --to elsewhere"
+        )
+    about = read_manifest(folder)["about"]
+    if about.get("kind") != KIND:
+        raise DataError(f"{folder} does not hold cells but {about.get('kind')!r}")
+    shards = about["shards"]
+    training, validation = (
+        ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"])
+        for part in ("train", "valid")
+    )
+    return ShardedCopy(about["genes"], about["counts"], training, validation)
+
+
+def write_shard(
+    file: Path, rows: SparseRows, cells: Ints, labels: NDArray[np.integer], genes: type, values: type
+) -> None:
+    starts = pa.array(rows.starts.astype(np.int32))
+    columns = {
+        "cell": pa.array(cells),
+        "label": pa.array(labels.astype(np.int32)),
+        "genes": pa.ListArray.from_arrays(starts, pa.array(rows.genes.astype(genes))),
+        "values": pa.ListArray.from_arrays(starts, pa.array(rows.values.astype(values))),
+    }
+    batch = pa.RecordBatch.from_pydict(columns)
+    with pa.ipc.new_file(str(file), batch.schema) as writer:
+        writer.write_batch(batch)

@@ -1,0 +1,158 @@
+"""The cells task: hidden genes are predicted from the others; the embedding is judged by its neighbourhoods."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
+from shardwise.data import BatchedSamples
+from shardwise.errors import ConfigError
+from shardwise.tasks.base import Loss, Rows, Task
+from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
+from shardwise.tasks.cells.export import save_encoder
+from shardwise.tasks.cells.model import CellEncoder
+from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
+from shardwise.tasks.cells.samples import CellsInMemory, StreamedCells
+from shardwise.tasks.cells.tokens import MOST_ROWS, CellBatch, CellTokenizer, revealed
+
+DEFAULT_MAX_GENES = 2048
+STUDIED_CELLS = 5000
+"""Validation cells whose neighbours are looked up, at most."""
+
+log = logging.getLogger("shardwise")
+
+
+class CellsTask(Task):
+    Data, Tokenizer, Model = CellsData, CellsTokenizer, CellsModel
+    unit = "masked genes"
+
+    def prepare_data(self) -> None:
+        if self.config.training.batch_size > MOST_ROWS:
+            raise ConfigError(f"training.batch_size: task cells takes at most {MOST_ROWS} cells per micro-batch")
+        corpus = open_corpus(self._data, self.config.seed, quiet=False)
+        check_values(corpus)
+        log.info(
+            f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
+            f"{'counts' if corpus.counts else 'normalised already'}; {self._tokenizer(corpus).max_genes} genes per cell at most"
+        )
+
+    def train_data(self) -> BatchedSamples:
+        corpus, data = self._corpus, self._data
+        tokenizer = self._tokenizer(corpus)
+        if data.streaming:
+            return StreamedCells(
+                corpus.training,
+                corpus.split,
+                tokenizer,
+                chunk=data.streaming_chunk_size,
+                buffer=data.streaming_shuffle_buffer,
+                seed=self.config.seed,
+            )
+        rows = corpus.split.training_rows(np.arange(corpus.split.kept))
+        everything = corpus.training.read(0, len(corpus.training))
+        return CellsInMemory(everything.take(rows), corpus.training.numbers(rows), tokenizer)
+
+    def valid_data(self) -> BatchedSamples:
+        rows, numbers, labels, self._label_names = self._corpus.validation_cells()
+        return CellsInMemory(rows, numbers, self._tokenizer(self._corpus), labels)
+
+    def build_model(self) -> nn.Module:
+        tokenizer = self._tokenizer(self._corpus)
+        return CellEncoder(self._network, self._tokens, tokenizer.genes, tokenizer.max_tokens)
+
+    def count(self, batch: CellBatch) -> int:
+        return int((batch["targets"] >= 0).sum())
+
+    def loss(self, model: nn.Module, batch: CellBatch) -> Loss:
+        return self._loss(model(batch), _targets(batch))
+
+    def evaluate(self, model: nn.Module, batch: CellBatch) -> dict[str, Loss | Rows]:
+        predictions, targets = model(batch), _targets(batch)
+        results: dict[str, Loss | Rows] = {"loss": self._loss(predictions, targets)}
+        if self._tokens.strategy == "continuous_projection":
+            results["masked_error"] = Loss((predictions.squeeze(-1) - targets).abs().sum(), len(targets))
+        else:
+            results["masked_accuracy"] = Loss((predictions.argmax(dim=-1) == targets).sum(), len(targets))
+        if "labels" in batch:
+            embedding = model(revealed(batch), want="embedding")
+            results["cells"] = Rows(batch["cells"], {"embedding": embedding, "label": batch["labels"]})
+        return results
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        if self._tokens.strategy == "continuous_projection":
+            return {}
+        return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
+
+    def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
+        cells = rows["cells"].columns
+        known = torch.nonzero(cells["label"] >= 0).flatten()
+        known = known[:: -(-len(known) // STUDIED_CELLS) or 1]
+        embedding, labels = cells["embedding"][known], cells["label"][known]
+        agreement = knn_agreement(embedding, labels)
+        title = f"step {step}: {agreement:.1%} of 10 nearest neighbours share the label"
+        draw_cells(embedding, labels, self._label_names, title, pictures / f"step-{step:08d}-cells.png")
+        return {"knn_agreement": agreement}
+
+    def flops_per_count(self, model: nn.Module) -> float:
+        """(6 × parameters without embeddings + 12 × layers × hidden × mean length) per token, ÷ mask_ratio"""
+        outside = sum(p.numel() for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
+        weights = sum(parameter.numel() for parameter in model.parameters()) - outside
+        attention = 12 * self._network.num_layers * self._network.hidden_dim * self._mean_length
+        return (6 * weights + attention) / self._tokens.masking.mask_ratio
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Weights, the vocabulary, and what `shardwise.tasks.cells.export.load_encoder` needs to use them."""
+        assert isinstance(model, CellEncoder)
+        save_encoder(model, self._tokenizer(self._corpus), list(self._corpus.genes), self._network, folder)
+
+    @property
+    def _data(self) -> CellsData:
+        return self.config.data
+
+    @property
+    def _tokens(self) -> CellsTokenizer:
+        return self.config.tokenizer
+
+    @property
+    def _network(self) -> CellsModel:
+        return self.config.model
+
+    @cached_property
+    def _corpus(self) -> Corpus:
+        return open_corpus(self._data, self.config.seed)
+
+    def _tokenizer(self, corpus: Corpus) -> CellTokenizer:
+        cls = int(self._tokens.prepend_cls)
+        wanted = [limit for limit in (self._data.max_genes, self._tokens.max_genes) if limit is not None]
+        genes = min(*(wanted or [DEFAULT_MAX_GENES]), len(corpus.genes))
+        if self._network.max_seq_len is not None:
+            genes = min(genes, self._network.max_seq_len - cls)
+        scaled = self._data.normalize == "log1p" or (self._data.normalize == "auto" and corpus.counts)
+        return CellTokenizer(
+            self._tokens, len(corpus.genes), genes, self._data.target_sum if scaled else None, self.config.seed
+        )
+
+    @cached_property
+    def _mean_length(self) -> float:
+        rows = self._corpus.training.read(0, min(256, len(self._corpus.training)))
+        limit = self._tokenizer(self._corpus).max_genes
+        return float(np.minimum(rows.lengths, limit).mean()) + self._tokens.prepend_cls
+
+    def _loss(self, predictions: Tensor, targets: Tensor) -> Loss:
+        if self._tokens.strategy == "continuous_projection":
+            return Loss(F.mse_loss(predictions.squeeze(-1), targets, reduction="sum"), len(targets))
+        return Loss(F.cross_entropy(predictions, targets, reduction="sum"), len(targets))
+
+
+def _targets(batch: CellBatch) -> Tensor:
+    """What stands at the hidden places: gene or bin numbers, or expressions."""
+    chosen = batch["targets"][batch["targets"] >= 0]
+    return chosen if chosen.is_floating_point() else chosen.long()
