@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError
 VERBS = {
     "train": "run it: one process, all local devices, or a rank of a bigger job",
     "config": "check a config, show it resolved, print its schema",
+    "data": "write a sharded copy of cells for full speed, and check one",
     "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
 }
 LATER = {

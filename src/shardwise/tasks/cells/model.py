@@ -42,11 +42,11 @@ class CellEncoder(nn.Module):
     def _initialize(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
         if self.strategy == "continuous_projection":
-            nn.init.normal_(self.hidden, std=0.02)
+            nn.init.normal_(self.hidden, std=len(self.hidden) ** -0.5)
 
     def forward(self, batch: Mapping[str, Tensor], *, want: str = "predictions") -> Tensor:
         """`predictions` at the hidden places, in the order of the tokens; or one `embedding` per cell."""

@@ -17,7 +17,7 @@ from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows
 from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, join_batches
 
 LINE = 512
-"""Streaming reads this many rows at a time, side by side in the file."""
+"""Streaming reads about this many cells at a time, side by side in the file."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CellsInMemory(BatchedSamples):
 
 
 class StreamedCells(BatchedSamples):
-    """Training cells, read as they are needed. In memory are the rows of the current window that this worker uses."""
+    """Training cells, read as they are needed. In memory are the cells of the current window that this worker uses."""
 
     in_regions = True
 
@@ -72,7 +72,7 @@ class StreamedCells(BatchedSamples):
     ) -> None:
         self.source, self.split, self.tokenizer = source, split, tokenizer
         self._order = StreamOrder(split.kept, seed, chunk=chunk, buffer=buffer)
-        self._lines = _Lines(source)
+        self._lines = _Lines(source, split, self._order.chunk)
 
     def __len__(self) -> int:
         return self.split.kept
@@ -81,56 +81,70 @@ class StreamedCells(BatchedSamples):
         return self._order
 
     def read(self, ids: Sequence[int], epoch: int) -> CellBatch:
-        rows, sparse = self.rows(np.asarray(ids, np.int64), epoch)
-        return self.tokenizer.encode(sparse, self.source.numbers(rows), epoch)
+        wanted = np.asarray(ids, np.int64)
+        numbers = self.source.numbers(self.split.training_rows(wanted))
+        return self.tokenizer.encode(self.rows(wanted, epoch), numbers, epoch)
 
-    def rows(self, ids: Ints, epoch: int) -> tuple[Ints, SparseRows]:
-        """The cells as they are in the file, and their row numbers."""
+    def rows(self, ids: Ints, epoch: int) -> SparseRows:
+        """The cells as they are in the file."""
         # The larger, the later: windows that come earlier than the first of these are not needed any more.
-        time = (epoch << 32) + self._order.windows_of(epoch, ids)
-        rows = self.split.training_rows(ids)
-        return rows, self._lines.take(rows, time)
+        return self._lines.take(ids, (epoch << 32) + self._order.windows_of(epoch, ids))
 
     def join(self, parts: list[CellBatch]) -> CellBatch:
         return join_batches(parts)
 
 
 class _Lines:
-    """The lines of the file that are in memory, in one pair of arrays that grow at the end."""
+    """What is in memory: lines of cells side by side in the file, in one pair of arrays that grow at the end.
 
-    def __init__(self, source: CellSource) -> None:
-        self.source = source
+    A chunk is a whole number of lines, so that nothing of the chunk beside it is read.
+    """
+
+    def __init__(self, source: CellSource, split: Split, chunk: int) -> None:
+        self.source, self.split, self.chunk = source, split, chunk
+        self.per_chunk = max(1, round(chunk / LINE))
+        self.size = -(-chunk // self.per_chunk)
         self._forget()
 
-    def take(self, rows: Ints, time: Ints) -> SparseRows:
-        """These rows. A line that was last used before all of `time` makes room."""
-        lines = rows // LINE
+    def take(self, ids: Ints, time: Ints) -> SparseRows:
+        """These cells. A line that was last used before all of `time` makes room."""
+        lines = ids // self.chunk * self.per_chunk + ids % self.chunk // self.size
+        here = np.isin(self._numbers, lines)
+        self._last_used[here] = np.maximum(self._last_used[here], time.max())
         missing = np.setdiff1d(lines, self._numbers)
         if len(missing):
             self._let_go(int(time.min()))
             for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
-                self._load(int(run[0]), int(run[-1]) + 1)
+                self._load(run, int(time.max()))
         index = np.searchsorted(self._numbers, lines)
-        np.maximum.at(self._last_used, index, time)
-        return self._rows.take(self._first_slot[index] + rows % LINE)
+        return self._rows.take(self._first_slot[index] + ids - self._first(lines))
 
-    def _load(self, first: int, last: int) -> None:
+    def _first(self, lines: Ints) -> Ints:
+        """The first cell of each line, or, for the line after the last, where that ends."""
+        return np.minimum(
+            lines // self.per_chunk * self.chunk + np.minimum(lines % self.per_chunk * self.size, self.chunk),
+            self.split.kept,
+        )
+
+    def _load(self, lines: Ints, time: int) -> None:
         """Lines side by side, in one read."""
-        rows = self.source.read(first * LINE, min(last * LINE, len(self.source)))
-        numbers = np.arange(first, last)
-        self._append(rows, numbers, self._used_rows + (numbers - first) * LINE, np.zeros(len(numbers), np.int64))
+        edges = self._first(np.append(lines, lines[-1] + 1))
+        rows = self.split.training_rows(np.arange(edges[0], edges[-1]))
+        found = self.source.read(int(rows[0]), int(rows[-1]) + 1)
+        if len(found) > len(rows):  # some in between are held out
+            found = found.take(rows - rows[0])
+        self._append(found, lines, self._used_rows + edges[:-1] - edges[0], np.full(len(lines), time))
 
     def _let_go(self, time: int) -> None:
         keep = np.flatnonzero(self._last_used >= time)
         if len(keep) == len(self._numbers):
             return
-        kept = [(self._numbers[i], self._first_slot[i], self._last_used[i]) for i in keep]
-        old = self._rows
+        numbers, slots, used, old = self._numbers[keep], self._first_slot[keep], self._last_used[keep], self._rows
+        lengths = self._first(numbers + 1) - self._first(numbers)
         self._forget()
-        for number, slot, used in kept:
-            count = min(LINE, len(self.source) - int(number) * LINE)
-            line = old.take(np.arange(slot, slot + count))
-            self._append(line, np.array([number]), np.array([self._used_rows]), np.array([used]))
+        for position, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            one = slice(position, position + 1)
+            self._append(old.take(np.arange(slot, slot + length)), numbers[one], np.array([self._used_rows]), used[one])
 
     def _forget(self) -> None:
         self._numbers = np.empty(0, np.int64)

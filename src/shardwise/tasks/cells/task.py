@@ -14,14 +14,13 @@ from torch.nn import functional as F
 
 from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.data import BatchedSamples
-from shardwise.errors import ConfigError
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import CellEncoder
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
 from shardwise.tasks.cells.samples import CellsInMemory, StreamedCells
-from shardwise.tasks.cells.tokens import MOST_ROWS, CellBatch, CellTokenizer, revealed
+from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, revealed
 
 DEFAULT_MAX_GENES = 2048
 STUDIED_CELLS = 5000
@@ -35,8 +34,6 @@ class CellsTask(Task):
     unit = "masked genes"
 
     def prepare_data(self) -> None:
-        if self.config.training.batch_size > MOST_ROWS:
-            raise ConfigError(f"training.batch_size: task cells takes at most {MOST_ROWS} cells per micro-batch")
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
         check_values(corpus)
         log.info(

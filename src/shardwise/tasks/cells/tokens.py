@@ -48,6 +48,9 @@ class CellTokenizer:
 
     def encode(self, rows: SparseRows, cells: Ints, epoch: int) -> CellBatch:
         """Tensors of a row per cell, padded on the right. `cells` says which cells these are."""
+        if len(rows) > MOST_ROWS:
+            parts = np.split(np.arange(len(rows)), range(MOST_ROWS, len(rows), MOST_ROWS))
+            return join_batches([self.encode(rows.take(part), cells[part], epoch) for part in parts])
         ragged = self._sorted(rows)
         hidden = self._hide(ragged, cells, epoch)
         return self._padded(ragged, hidden) | {"cells": torch.from_numpy(cells)}

@@ -1,0 +1,231 @@
+"""h5ad files in all their forms, aligned to a vocabulary; and what is said when one cannot be used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from shardwise.errors import DataError
+from shardwise.tasks.cells import CellsTask
+from shardwise.tasks.cells.corpus import open_corpus
+from shardwise.tasks.cells.rows import CellSource, gather
+from tests.cells_task.files import random_counts, write_cells
+from tests.tasks import config_of
+
+
+def config_for(*paths: Path, overrides: list[str] | None = None, **data: Any) -> Any:
+    named = ", ".join(f"{key}: {value}" for key, value in data.items())
+    text = f"task: cells\ndata: {{source: local, paths: [{', '.join(map(str, paths))}]{', ' + named if named else ''}}}"
+    return config_of(text, overrides)
+
+
+def corpus_of(*paths: Path, **data: Any) -> Any:
+    return open_corpus(config_for(*paths, **data).data, seed=0, quiet=False)
+
+
+def dense(source: CellSource, genes: int, first: int = 0, last: int | None = None) -> Any:
+    rows = source.read(first, len(source) if last is None else last)
+    table = np.zeros((len(rows), genes))
+    table[np.repeat(np.arange(len(rows)), rows.lengths), rows.genes] = rows.values
+    return table
+
+
+@pytest.mark.parametrize("form", ["csr", "dense", "compressed", "int64", "float64"])
+def test_the_counts_come_back_whatever_the_form(tmp_path: Path, form: str) -> None:
+    counts = random_counts(50, 30)
+    path = write_cells(tmp_path / "a.h5ad", counts, dense=form == "dense")
+    if form != "csr" and form != "dense":
+        with h5py.File(path, "r+") as file:
+            values = file["X/data"][:]
+            del file["X/data"]
+            kind = {"compressed": "f4", "int64": "i8", "float64": "f8"}[form]
+            file["X"].create_dataset("data", data=values.astype(kind), chunks=(7,), compression="gzip")
+    corpus = corpus_of(path)
+    assert (dense(corpus.training, 30) == counts).all()
+    assert (dense(corpus.training, 30, 13, 29) == counts[13:29]).all()
+    some = np.array([0, 3, 4, 30, 49])
+    rows = gather(corpus.training, some, gap=2)
+    assert rows.lengths.tolist() == (counts[some] > 0).sum(axis=1).tolist()
+
+
+def test_files_with_different_genes_are_aligned_to_one_vocabulary(tmp_path: Path) -> None:
+    first, second = random_counts(20, 4, seed=1), random_counts(30, 4, seed=2)
+    paths = [
+        write_cells(tmp_path / "a.h5ad", first, ["A", "B", "C", "D"]),
+        write_cells(tmp_path / "b.h5ad", second, ["E", "C", "A", "F"]),
+    ]
+    corpus = corpus_of(*paths)
+    assert list(corpus.genes) == ["A", "B", "C", "D", "E", "F"]
+    table = dense(corpus.training, 6)
+    assert (table[:20, :4] == first).all() and not table[:20, 4:].any()
+    assert (table[20:, [4, 2, 0, 5]] == second).all() and not table[20:, [1, 3]].any()
+    assert (dense(corpus.training, 6, 15, 25) == table[15:25]).all(), "a slice over the border of two files"
+
+
+def test_a_given_vocabulary_decides_and_what_does_not_fit_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = random_counts(20, 3)
+    path = write_cells(tmp_path / "a.h5ad", counts, ["A", "B", "C"])
+    vocabulary = tmp_path / "genes.txt"
+    vocabulary.write_text("C\nA\nX\nY\n")
+    with caplog.at_level(logging.INFO, "shardwise"):
+        corpus = corpus_of(path, gene_vocab=vocabulary)
+    assert list(corpus.genes) == ["C", "A", "X", "Y"]
+    assert (dense(corpus.training, 4)[:, :2] == counts[:, [2, 0]]).all()
+    assert f"{path}: 1 genes are not in the vocabulary and left out (B, …); 2 of it are not here" in caplog.text
+    json = tmp_path / "genes.json"
+    json.write_text('["C", "A", "X", "Y"]')
+    assert corpus_of(path, gene_vocab=json).genes == corpus.genes
+
+
+def test_the_list_that_is_not_shipped_is_replaced_by_the_genes_of_the_data_and_this_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(20, 3), ["A", "B", "C"])
+    with caplog.at_level(logging.INFO, "shardwise"):
+        corpus = corpus_of(path, gene_vocab="human_protein_coding")
+    assert list(corpus.genes) == ["A", "B", "C"]
+    assert (
+        "human_protein_coding does not come with shardwise, so the vocabulary is the 3 genes of the data" in caplog.text
+    )
+
+
+def test_zeros_that_are_stored_are_no_expression(tmp_path: Path) -> None:
+    path = write_cells(tmp_path / "a.h5ad", [[1, 2], [3, 4]])
+    with h5py.File(path, "r+") as file:
+        file["X/data"][1] = 0
+    assert corpus_of(path).training.read(0, 2).lengths.tolist() == [1, 2]
+
+
+def test_labels_are_numbered_over_all_files_and_may_be_absent(tmp_path: Path) -> None:
+    counts = random_counts(3, 5)
+    paths = [
+        write_cells(tmp_path / "a.h5ad", counts, labels=["T", "B", "T"]),
+        write_cells(tmp_path / "b.h5ad", counts),
+        write_cells(tmp_path / "c.h5ad", counts, labels=["NK", "T", "NK"]),
+    ]
+    codes, names = corpus_of(*paths).training.labels()
+    assert [names[code] if code >= 0 else None for code in codes] == ["T", "B", "T", None, None, None, "NK", "T", "NK"]
+    assert corpus_of(paths[1]).training.labels() is None
+
+
+@pytest.mark.parametrize("scale", [1, 0.5])
+def test_counts_are_told_from_normalised_values(tmp_path: Path, scale: float) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(20, 5) * scale)
+    assert corpus_of(path).counts is (scale == 1)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def broken(tmp_path: Path, kind: str) -> Path:
+    """A file of each kind that cannot be trained on."""
+    counts = random_counts(40, 5).astype(np.float32)
+    path = tmp_path / "bad.h5ad"
+    if kind == "nan":
+        counts[17, 2] = np.nan
+    elif kind == "negative":
+        counts[17, 2] = -1
+    elif kind == "nan, dense":
+        counts[17, 2] = np.nan
+        return write_cells(path, counts, dense=True)
+    elif kind == "twice":
+        return write_cells(path, counts, ["A", "B", "C", "B", "D"])
+    elif kind == "text":
+        path.write_text("these are not the cells you are looking for")
+        return path
+    write_cells(path, counts)
+    if kind == "cut":
+        path.write_bytes(path.read_bytes()[:-2000])
+        return path
+    with h5py.File(path, "r+") as file:
+        if kind == "csc":
+            file["X"].attrs["encoding-type"] = "csc_matrix"
+        elif kind in ("no X", "no var"):
+            del file[kind.removeprefix("no ")]
+        elif kind == "pointers":
+            file["X/indptr"][-1] = 10**6
+        elif kind == "empty":
+            file["X"].attrs["shape"] = np.array([0, 5])
+    return path
+
+
+MESSAGES = {
+    "nan": "cell 17 has a value that is no number (NaN or infinite). Take such cells out, or choose another layer",
+    "nan, dense": "cell 17 has a value that is no number",
+    "negative": "cell 17 has a negative value (-1), so these are not counts or log-normalised counts",
+    "twice": "1 gene names occur more than once, for example 'B'. Make them unique (adata.var_names_make_unique())",
+    "text": "cannot be opened as h5ad",
+    "cut": "cannot be opened as h5ad",
+    "csc": "X is stored by gene (CSC), and cells cannot be read from it. Store it by cell",
+    "no X": "has no X. Layers in it: none. Set data.layer accordingly",
+    "no var": "has no var, the table of genes: it is not an h5ad file",
+    "pointers": "its row pointers lead outside the file",
+    "empty": "has no cells",
+}
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_file_that_cannot_be_trained_on_is_named_with_the_reason(tmp_path: Path, kind: str, streaming: str) -> None:
+    path = broken(tmp_path, kind)
+    task = CellsTask(config_for(path, streaming=streaming))
+    with pytest.raises(DataError) as failure:
+        task.prepare_data()
+    assert str(path) in str(failure.value)
+    assert MESSAGES[kind] in str(failure.value)
+
+
+def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    write_cells(tmp_path / "liver.h5ad", random_counts(5, 5))
+    with pytest.raises(
+        DataError, match=r"there is no file .*/liver2.h5ad. In that folder: liver.h5ad. Check data.paths"
+    ):
+        corpus_of(tmp_path / "liver2.h5ad")
+
+
+def test_no_gene_in_common_shows_how_both_name_them(tmp_path: Path) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(5, 3), ["ENSG1", "ENSG2", "ENSG3"])
+    vocabulary = tmp_path / "genes.txt"
+    vocabulary.write_text("TP53\nBRCA1\n")
+    with pytest.raises(
+        DataError, match=r"no gene in common .* like ENSG1, ENSG2, ENSG3, the vocabulary like TP53, BRCA1"
+    ):
+        corpus_of(path, gene_vocab=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "names no genes"), ("A\nB\nA\n", "names 1 genes more than once"), (None, "cannot be read")],
+)
+def test_a_vocabulary_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(5, 3), ["A", "B", "C"])
+    vocabulary = tmp_path / "genes.txt"
+    if content is not None:
+        vocabulary.write_text(content)
+    with pytest.raises(DataError, match=message):
+        corpus_of(path, gene_vocab=vocabulary)
+
+
+def test_a_layer_or_column_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    counts = random_counts(5, 3)
+    path = write_cells(tmp_path / "a.h5ad", counts, labels=["T"] * 5, layers={"spliced": counts.astype(np.float32)})
+    assert corpus_of(path, layer="spliced").counts
+    with pytest.raises(DataError, match=r"has no layers/raw. Layers in it: spliced"):
+        corpus_of(path, layer="raw")
+    with pytest.raises(DataError, match=r"obs has no column 'tissue'. It has: .*cell_type"):
+        corpus_of(path, label_key="tissue").training.labels()
+    with pytest.raises(DataError, match=r"var has no column 'symbol'"):
+        corpus_of(path, gene_key="symbol")
+
+
+def test_counts_and_normalised_values_do_not_mix(tmp_path: Path) -> None:
+    paths = [write_cells(tmp_path / f"{i}.h5ad", random_counts(20, 5) * scale) for i, scale in enumerate((1, 0.37))]
+    with pytest.raises(DataError, match=r"0.h5ad holds whole numbers \(counts\) and .*1.h5ad does not"):
+        corpus_of(*paths)
