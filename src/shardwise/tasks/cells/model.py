@@ -43,7 +43,7 @@ class CellEncoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=module.weight.shape[-1] ** -0.5)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         if self.strategy == "continuous_projection":
             nn.init.normal_(self.hidden, std=len(self.hidden) ** -0.5)
@@ -88,7 +88,8 @@ class EncoderBlock(nn.Module):
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.norm_attention = nn.LayerNorm(width)
-        self.queries_keys_values = nn.Linear(width, 3 * width)
+        # No bias: that of the keys has no effect on the attention, so its gradient would be rounding and nothing else.
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
         self.output = nn.Linear(width, width)
         self.norm_ffn = nn.LayerNorm(width)
         self.ffn = nn.Sequential(nn.Linear(width, ffn), nn.GELU(), nn.Linear(ffn, width))

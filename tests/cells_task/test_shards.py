@@ -1,0 +1,159 @@
+"""A sharded copy: the same cells in a random order, whole or not there, the held-out ones apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.cli import main
+from shardwise.data.manifest import problems_of, read_manifest
+from shardwise.errors import DataError
+from shardwise.tasks.cells import CellsTask, sharding
+from shardwise.tasks.cells.corpus import open_corpus
+from shardwise.tasks.cells.sharding import shard_cells
+from shardwise.tasks.cells.shards import open_shards
+from tests.cells_task.files import random_counts, write_cells
+from tests.cells_task.test_h5ad import config_for, dense
+from tests.tasks import config_of
+
+CELLS, GENES = 1000, 12
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Any:
+    counts = random_counts(CELLS, GENES)
+    labels = ["T" if cell % 3 else "B" for cell in range(CELLS)]
+    return config_for(write_cells(tmp_path / "a.h5ad", counts, labels=labels), valid_fraction=0.1)
+
+
+def copied(config: Any, folder: Path, cells_per_shard: int = 300) -> Any:
+    return open_shards(shard_cells(config.data, config.seed, folder, cells_per_shard=cells_per_shard))
+
+
+def test_a_copy_has_every_cell_once_with_its_values_and_label(source: Any, tmp_path: Path) -> None:
+    copy, corpus = copied(source, tmp_path / "copy"), open_corpus(source.data, source.seed)
+    table = dense(corpus.training, GENES)
+    codes, names = corpus.training.labels()
+    seen: list[int] = []
+    for part in (copy.training, copy.validation):
+        numbers = part.numbers(np.arange(len(part)))
+        seen += numbers.tolist()
+        assert (dense(part, GENES) == table[numbers]).all()
+        its_codes, its_names = part.labels()
+        assert [its_names[code] for code in its_codes] == [names[code] for code in codes[numbers]]
+    assert sorted(seen) == list(range(CELLS))
+    assert len(copy.training.files) == 3 and copy.counts and copy.genes == list(corpus.genes)
+
+
+def test_the_cells_held_out_are_those_of_the_config(source: Any, tmp_path: Path) -> None:
+    copy = copied(source, tmp_path / "copy")
+    assert copy.validation.numbers(np.arange(100)).tolist() == open_corpus(source.data, source.seed).held_out.tolist()
+
+
+def test_the_order_is_random_over_the_whole_file_and_follows_from_the_seed(source: Any, tmp_path: Path) -> None:
+    copy = copied(source, tmp_path / "copy")
+    numbers = copy.training.numbers(np.arange(len(copy.training)))
+    assert abs(np.corrcoef(numbers, np.arange(len(numbers)))[0, 1]) < 0.1
+    assert (np.abs(np.diff(numbers)) == 1).mean() < 0.01
+    again = copied(source, tmp_path / "again")
+    assert (again.training.numbers(np.arange(len(numbers))) == numbers).all()
+
+
+def test_small_counts_are_stored_in_two_bytes_and_others_exactly(tmp_path: Path) -> None:
+    for name, values, kind in (("counts", random_counts(50, 5), "u"), ("logged", random_counts(50, 5) * 0.37, "f")):
+        config = config_for(write_cells(tmp_path / f"{name}.h5ad", values))
+        copy = copied(config, tmp_path / name)
+        assert copy.training.read(0, 10).values.dtype.kind == kind
+        numbers = copy.training.numbers(np.arange(len(copy.training)))
+        assert (dense(copy.training, 5) == np.asarray(values, np.float32)[numbers]).all()
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_training_from_a_copy_gives_a_cell_the_tokens_it_has_in_the_file(
+    source: Any, tmp_path: Path, streaming: str
+) -> None:
+    copied(source, tmp_path / "copy")
+    text = f"task: cells\ndata: {{source: shards, paths: [{tmp_path / 'copy'}], streaming: {streaming}}}"
+    tasks = [CellsTask(source), CellsTask(config_of(text))]
+    rows = [_tokens(task.train_data()) for task in tasks]
+    assert rows[0] == rows[1] and len(rows[0]) == 900
+    assert _tokens(tasks[0].valid_data()) == _tokens(tasks[1].valid_data())
+
+
+def _tokens(data: Any) -> dict[int, Any]:
+    batch = data.read(range(len(data)), 0)
+    return {
+        cell: ([gene for gene in genes if gene], [target for target in targets if target >= 0])
+        for cell, genes, targets in zip(
+            batch["cells"].tolist(), batch["genes"].tolist(), batch["targets"].tolist(), strict=True
+        )
+    }
+
+
+@pytest.mark.parametrize("moment", ["_scatter", "write_shard", "write_manifest"])
+def test_a_copy_that_fails_leaves_nothing(
+    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space left on device")
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(sharding, moment, fail)
+    with pytest.raises(OSError, match="no space left"):
+        copied(source, tmp_path / "copy")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_every_byte_of_a_copy_is_guarded(source: Any, tmp_path: Path) -> None:
+    copied(source, tmp_path / "copy")
+    assert problems_of(tmp_path / "copy") == []
+    for name in read_manifest(tmp_path / "copy")["files"]:
+        file = tmp_path / "copy" / name
+        content = file.read_bytes()
+        file.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+        assert problems_of(tmp_path / "copy") == [f"{name} has changed: its checksum does not match"]
+        file.write_bytes(content[:-1])
+        with pytest.raises(DataError, match=f"not a whole sharded copy: {name} has"):
+            open_shards(tmp_path / "copy")
+        file.write_bytes(content)
+
+
+def test_a_bad_value_is_told_and_no_copy_is_made(tmp_path: Path) -> None:
+    counts = random_counts(50, 5).astype(np.float32)
+    counts[33, 0] = np.inf
+    config = config_for(write_cells(tmp_path / "a.h5ad", counts))
+    with pytest.raises(DataError, match=r"a.h5ad: cell 33 has a value that is no number"):
+        copied(config, tmp_path / "copy")
+    assert [file.name for file in tmp_path.iterdir()] == ["a.h5ad"]
+
+
+def test_the_program_writes_and_verifies_a_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(200, 8))
+    config = tmp_path / "cells.yaml"
+    config.write_text(f"task: cells\ndata: {{source: local, paths: [{path}]}}\n")
+    copy = tmp_path / "copy"
+    assert main(["data", "shard", str(config), "--to", str(copy), "--cells-per-shard", "100"]) == 0
+    assert "190 cells to train on in 2 shards, 10 held out" in capsys.readouterr().out
+    assert main(["data", "verify", str(copy)]) == 0
+    assert "3 files" in capsys.readouterr().out
+    assert main(["data", "shard", str(config), "--to", str(copy)]) == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+    (copy / "train-00000.arrow").unlink()
+    assert main(["data", "verify", str(copy)]) == 2
+    assert "train-00000.arrow is missing" in capsys.readouterr().err
+    assert (
+        main(["data", "shard", str(config), "--to", str(tmp_path / "x"), "--set", "task=chess", "--set", "data={}"])
+        == 2
+    )
+    assert "has task: chess" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_copy_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no folder .*none. `shardwise data shard CONFIG --to"):
+        open_shards(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="there is no manifest, so it was never finished"):
+        open_shards(tmp_path / "empty")
