@@ -1,7 +1,8 @@
 """From the global order to micro-batches on the device: workers, pinned memory, the next step moved ahead.
 
-A worker gets a whole micro-batch to make, so that the number of workers cannot change what is in it. What is random
-in a sample (augmentation, masking) is seeded by (seed, epoch, sample): it does not depend on who reads it.
+A worker gets whole micro-batches to make, or a fixed part of each, so that the number of workers cannot change what is
+in them. What is random in a sample (augmentation, masking) is seeded by (seed, epoch, sample): it does not depend on
+who reads it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Samples(Protocol):
 class BatchedSamples(ABC):
     """A data set that makes whole micro-batches itself, where one sample at a time would be slow."""
 
+    at_once: int = 512
+    """How many samples to read in one go, of several micro-batches if those are smaller."""
     in_regions: bool = False
     """A global batch is sorted by place in the file, and every worker reads its own part of each micro-batch: so no
     two ranks or workers read the same region."""
@@ -49,6 +52,10 @@ class BatchedSamples(ABC):
     def join(self, parts: list[Any]) -> Any:
         """Several such batches as one."""
 
+    @abstractmethod
+    def take_apart(self, batch: Any, sizes: list[int]) -> list[Any]:
+        """One such batch as several, of these sizes: each as `read` would have made it."""
+
     def order(self, seed: int) -> GlobalOrder:
         return GlobalOrder(len(self), seed)
 
@@ -63,8 +70,6 @@ class Request:
     last_of_step: bool
     after: Cursor
     step_samples: int
-    pieces: int = 1
-    """Into how many requests the micro-batch was divided; this is one of them."""
 
 
 @dataclass
@@ -119,6 +124,19 @@ class StepBatch:
 
 
 @dataclass
+class Loaded:
+    """What a worker made of the requests it was given: micro-batches, or its piece of each."""
+
+    requests: tuple[Request, ...]
+    counts: list[int]
+    inputs: Any
+    """A list with the inputs of each; of BatchedSamples, one batch of them all, so that few tensors travel."""
+
+    def pin_memory(self) -> Loaded:
+        return replace(self, inputs=_map_tensors(self.inputs, lambda tensor: tensor.pin_memory()))
+
+
+@dataclass
 class Reader:
     """How a data set becomes micro-batches: which samples, put together how, counted how."""
 
@@ -128,38 +146,57 @@ class Reader:
     seed: int
     name: str = "training"
 
-    def read(self, request: Request) -> MicroBatch:
-        if not request.ids:  # a worker's piece of a micro-batch that is smaller than the number of workers
-            return MicroBatch(None, 0, request)
+    def read(self, requests: tuple[Request, ...]) -> Loaded:
         if isinstance(self.samples, BatchedSamples):
-            inputs = self._batch(self.samples, request)
+            whole = self._batch(self.samples, requests)
+            inputs = self._taken_apart(requests, whole)
         else:
-            samples = [self._sample(self.samples, index, request.epoch) for index in request.ids]
-            with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
-                inputs = self.collate(samples)
-        return MicroBatch(inputs, 0 if request.borrowed else int(self.count(inputs)), request)
+            whole = inputs = [self._collated(self.samples, request) for request in requests]
+        counts = [
+            0 if request.borrowed or not request.ids else int(self.count(each))
+            for request, each in zip(requests, inputs, strict=True)
+        ]
+        return Loaded(requests, counts, whole)
 
-    def join(self, pieces: list[MicroBatch]) -> MicroBatch:
-        """One micro-batch from what the workers made of its pieces."""
+    def micro_batches(self, pieces: list[Loaded]) -> list[MicroBatch]:
+        """From what every worker made of its piece of each micro-batch."""
+        inputs = [self._taken_apart(piece.requests, piece.inputs) for piece in pieces]
         if len(pieces) == 1:
-            return pieces[0]
+            made = zip(inputs[0], pieces[0].counts, pieces[0].requests, strict=True)
+            return [MicroBatch(*each) for each in made]
         assert isinstance(self.samples, BatchedSamples)
-        filled = [piece for piece in pieces if piece.request.ids]
-        ids = tuple(index for piece in filled for index in piece.request.ids)
-        request = replace(pieces[-1].request, ids=ids, pieces=1)
-        inputs = self.samples.join([piece.inputs for piece in filled])
-        return MicroBatch(inputs, sum(piece.count for piece in filled), request)
+        micro = []
+        for position, first in enumerate(pieces[0].requests):
+            # A micro-batch smaller than the number of workers has pieces without samples.
+            filled = [number for number, piece in enumerate(pieces) if piece.requests[position].ids]
+            ids = tuple(index for number in filled for index in pieces[number].requests[position].ids)
+            count = sum(piece.counts[position] for piece in pieces)
+            joined = self.samples.join([inputs[number][position] for number in filled])
+            micro.append(MicroBatch(joined, count, replace(first, ids=ids)))
+        return micro
 
-    def _batch(self, samples: BatchedSamples, request: Request) -> Any:
+    def _taken_apart(self, requests: tuple[Request, ...], inputs: Any) -> list[Any]:
+        if not isinstance(self.samples, BatchedSamples):
+            return list(inputs)
+        sizes = [len(request.ids) for request in requests]
+        return self.samples.take_apart(inputs, sizes) if any(sizes) else [None] * len(sizes)
+
+    def _batch(self, samples: BatchedSamples, requests: tuple[Request, ...]) -> Any:
+        ids = [index for request in requests for index in request.ids]
         try:
-            return samples.read(request.ids, request.epoch)
+            return samples.read(ids, requests[0].epoch) if ids else None
         except DataError:
             raise
         except Exception as error:
-            kind, first = type(error).__name__, request.ids[0]
+            kind = type(error).__name__
             raise DataError(
-                f"{len(request.ids)} samples of the {self.name} data, {first} first, cannot be read: {kind}: {error}"
+                f"{len(ids)} samples of the {self.name} data, {ids[0]} first, cannot be read: {kind}: {error}"
             ) from error
+
+    def _collated(self, samples: Samples, request: Request) -> Any:
+        read = [self._sample(samples, index, request.epoch) for index in request.ids]
+        with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
+            return self.collate(read)
 
     def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
         with seeded(self.seed, Purpose.SAMPLE, epoch, index):
@@ -187,22 +224,23 @@ class StepLoader:
         start: Cursor | None = None,
         epochs: int = 1,
     ) -> None:
-        in_regions = isinstance(reader.samples, BatchedSamples) and reader.samples.in_regions
+        batched = reader.samples if isinstance(reader.samples, BatchedSamples) else None
         # The loader deals requests to its workers in turn, so that the same piece always goes to the same worker.
-        pieces = max(1, options.num_workers) if in_regions else 1
-        self.requests = _Requests(order, batching, rank, start or Cursor(), epochs, pieces)
+        self.pieces = max(1, options.num_workers) if batched and batched.in_regions else 1
+        at_once = batched.at_once if batched else 1
+        self.requests = _Requests(order, batching, rank, start or Cursor(), epochs, self.pieces, at_once)
         self.reader = reader
         self.device = device
         self.pins = device.type == "cuda" and options.pin_memory is not False
         self.loader = DataLoader(
             _Source(reader),
-            batch_size=None,  # a request is already a whole micro-batch
+            batch_size=None,  # what is asked for is already whole micro-batches
             sampler=self.requests,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
             # A spawned rank would spawn its workers too: they would start slowly, and copy the data set each.
             multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
-            pin_memory=self.pins and pieces == 1,
+            pin_memory=self.pins and self.pieces == 1,
             # DataLoader draws a base seed for its workers from the global generator: give it one that is not ours.
             generator=torch.Generator(),
         )
@@ -214,63 +252,79 @@ class StepLoader:
     def _steps(self) -> Iterator[StepBatch]:
         loaded = iter(self.loader)
         step = StepBatch()
-        pieces: list[MicroBatch] = []
         while True:
             began = time.perf_counter()
-            piece = next(loaded, None)
-            if isinstance(piece, DataError):
-                del loaded  # its workers end now, not when somebody lets go of the error and this frame in it
-                raise piece
-            if piece is None:
+            pieces = [next(loaded, None) for _ in range(self.pieces)]
+            for piece in pieces:
+                if isinstance(piece, DataError):
+                    del loaded  # its workers end now, not when somebody lets go of the error and this frame in it
+                    raise piece
+            whole = [piece for piece in pieces if isinstance(piece, Loaded)]
+            if not whole:
                 return
-            pieces.append(piece)
-            whole = len(pieces) == piece.request.pieces
-            if whole:
-                step.micro.append(self._joined(pieces))
-                pieces = []
-            step.wait += time.perf_counter() - began
-            if whole and piece.request.last_of_step:
-                yield step
-                step = StepBatch()
-
-    def _joined(self, pieces: list[MicroBatch]) -> MicroBatch:
-        micro = self.reader.join(pieces)
-        return micro.pin_memory() if self.pins and len(pieces) > 1 else micro
+            for micro in self.reader.micro_batches(whole):
+                step.micro.append(micro.pin_memory() if self.pins and self.pieces > 1 else micro)
+                step.wait += time.perf_counter() - began
+                if micro.request.last_of_step:
+                    yield step
+                    step = StepBatch()
+                began = time.perf_counter()
 
 
 class _Requests:
-    """The sampler: what this rank asks for, step by step."""
+    """The sampler: what this rank asks for, step by step. Each item goes to one worker."""
 
     def __init__(
-        self, order: GlobalOrder, batching: Batching, rank: int, start: Cursor, epochs: int, pieces: int
+        self, order: GlobalOrder, batching: Batching, rank: int, start: Cursor, epochs: int, pieces: int, at_once: int
     ) -> None:
         self.order, self.batching, self.rank, self.start, self.epochs = order, batching, rank, start, epochs
-        self.pieces = pieces
+        self.pieces, self.at_once = pieces, at_once
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[tuple[Request, ...]]:
+        group: list[Request] = []
+        for request in self._micro_batches():
+            if group and request.epoch != group[0].epoch:
+                yield from self._cut(group)
+                group = []
+            group.append(request)
+            if sum(len(each.ids) for each in group) >= self.at_once * self.pieces:
+                yield from self._cut(group)
+                group = []
+        yield from self._cut(group)
+
+    def _micro_batches(self) -> Iterator[Request]:
         for batch in self.order.batches(self.start, self.batching.global_batch, self.epochs):
             mine = shares(batch.indices, self.batching, self.rank)
             for position, part in enumerate(mine):
                 # A rank left with nothing runs on a sample of another, weighted 0, to take part in the collectives.
-                for ids in np.array_split(part if len(part) else batch.indices[:1], self.pieces):
-                    yield Request(
-                        ids=tuple(ids.tolist()),
-                        epoch=batch.epoch,
-                        borrowed=not len(part),
-                        last_of_step=position == len(mine) - 1,
-                        after=batch.after,
-                        step_samples=len(batch.indices),
-                        pieces=self.pieces,
-                    )
+                ids = part if len(part) else batch.indices[:1]
+                yield Request(
+                    ids=tuple(ids.tolist()),
+                    epoch=batch.epoch,
+                    borrowed=not len(part),
+                    last_of_step=position == len(mine) - 1,
+                    after=batch.after,
+                    step_samples=len(batch.indices),
+                )
+
+    def _cut(self, group: list[Request]) -> Iterator[tuple[Request, ...]]:
+        """For every worker its piece of each micro-batch of the group."""
+        if group:
+            pieces = [np.array_split(np.array(request.ids, np.int64), self.pieces) for request in group]
+            for number in range(self.pieces):
+                yield tuple(
+                    replace(request, ids=tuple(cut[number].tolist()))
+                    for request, cut in zip(group, pieces, strict=True)
+                )
 
 
-class _Source(Dataset[MicroBatch | DataError]):
+class _Source(Dataset[Loaded | DataError]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, request: Request) -> MicroBatch | DataError:
+    def __getitem__(self, requests: tuple[Request, ...]) -> Loaded | DataError:
         try:
-            return self.reader.read(request)
+            return self.reader.read(requests)
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
 

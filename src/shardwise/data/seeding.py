@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,26 +36,26 @@ def seeded(*key: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def random_bits(key: tuple[int, ...], samples: NDArray[np.integer], places: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """64 random bits for each (sample, place): a function of these and the key alone, for whole arrays at once.
+def random_bits(key: tuple[int, ...], samples: NDArray[np.integer], places: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """32 random bits for each (sample, place): a function of these and the key alone, for whole arrays at once.
 
     What is drawn for a sample does not depend on which samples stand beside it, as it would with a generator.
     """
     start = np.random.SeedSequence(key).generate_state(1, np.uint64)
-    of_sample = _mixed(samples.astype(np.uint64) * _STEP + start)
-    return _mixed(of_sample + places.astype(np.uint64) * _STEP)
+    of_sample = _mixed(samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start, _SPLITMIX)
+    return _mixed(places.astype(np.uint32) * np.uint32(0x9E3779B9) + of_sample.astype(np.uint32), _MURMUR)
 
 
-# The finaliser of splitmix64: every bit of the input changes every bit of the output with a chance of one half.
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+# The finalisers of splitmix64 and murmur3: every bit of the input changes every bit of the output with a chance of half.
+_SPLITMIX = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9), np.uint64(27), np.uint64(0x94D049BB133111EB), np.uint64(31))
+_MURMUR = (np.uint32(16), np.uint32(0x85EBCA6B), np.uint32(13), np.uint32(0xC2B2AE35), np.uint32(16))
 
 
-def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    bits ^= bits >> _SHIFTS[0]
-    bits *= _MIX[0]
-    bits ^= bits >> _SHIFTS[1]
-    bits *= _MIX[1]
-    bits ^= bits >> _SHIFTS[2]
+def _mixed(bits: NDArray[Any], recipe: tuple[Any, Any, Any, Any, Any]) -> NDArray[Any]:
+    first, multiplier, second, another, third = recipe
+    bits ^= bits >> first
+    bits *= multiplier
+    bits ^= bits >> second
+    bits *= another
+    bits ^= bits >> third
     return bits

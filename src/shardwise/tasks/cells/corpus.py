@@ -16,7 +16,6 @@ from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split
 from shardwise.tasks.cells.shards import open_shards
 from shardwise.tasks.cells.synthetic import synthetic_file
-from shardwise.tasks.cells.tokens import MOST_GENES
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
 log = logging.getLogger("shardwise")
@@ -65,8 +64,6 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
             raise DataError(f"{files[0].path} has one cell only: one to train on and one to validate on are needed")
         split = Split.of(len(source), options.valid_fraction, options.max_valid_cells, seed)
         corpus = Corpus(genes, _are_counts(files, source), source, split, source, split.held_out)
-    if len(corpus.genes) > MOST_GENES:
-        raise DataError(f"the vocabulary has {len(corpus.genes)} genes; at most {MOST_GENES} can be told apart")
     return corpus
 
 

@@ -14,7 +14,7 @@ from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, GlobalOrder
 from shardwise.data.stream import StreamOrder
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows
-from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, join_batches
+from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, join_batches, split_batch
 
 LINE = 512
 """Streaming reads about this many cells at a time, side by side in the file."""
@@ -44,7 +44,15 @@ class Split:
         return ids + np.searchsorted(kept_before, ids, side="right")
 
 
-class CellsInMemory(BatchedSamples):
+class CellSamples(BatchedSamples):
+    def join(self, parts: list[CellBatch]) -> CellBatch:
+        return join_batches(parts)
+
+    def take_apart(self, batch: CellBatch, sizes: list[int]) -> list[CellBatch]:
+        return split_batch(batch, sizes)
+
+
+class CellsInMemory(CellSamples):
     def __init__(self, rows: SparseRows, cells: Ints, tokenizer: CellTokenizer, labels: Ints | None = None) -> None:
         self.rows, self.cells, self.tokenizer, self.labels = rows, cells, tokenizer, labels
 
@@ -58,11 +66,8 @@ class CellsInMemory(BatchedSamples):
             batch["labels"] = torch.from_numpy(self.labels[chosen])
         return batch
 
-    def join(self, parts: list[CellBatch]) -> CellBatch:
-        return join_batches(parts)
 
-
-class StreamedCells(BatchedSamples):
+class StreamedCells(CellSamples):
     """Training cells, read as they are needed. In memory are the cells of the current window that this worker uses."""
 
     in_regions = True
@@ -90,9 +95,6 @@ class StreamedCells(BatchedSamples):
         # The larger, the later: windows that come earlier than the first of these are not needed any more.
         return self._lines.take(ids, (epoch << 32) + self._order.windows_of(epoch, ids))
 
-    def join(self, parts: list[CellBatch]) -> CellBatch:
-        return join_batches(parts)
-
 
 class _Lines:
     """What is in memory: lines of cells side by side in the file, in one pair of arrays that grow at the end.
@@ -104,6 +106,9 @@ class _Lines:
         self.source, self.split, self.chunk = source, split, chunk
         self.per_chunk = max(1, round(chunk / LINE))
         self.size = -(-chunk // self.per_chunk)
+        self._starts = np.zeros(1, np.int64)
+        self._genes = np.empty(0, np.int32)
+        self._values = np.empty(0, np.float32)
         self._forget()
 
     def take(self, ids: Ints, time: Ints) -> SparseRows:
@@ -141,18 +146,17 @@ class _Lines:
             return
         numbers, slots, used, old = self._numbers[keep], self._first_slot[keep], self._last_used[keep], self._rows
         lengths = self._first(numbers + 1) - self._first(numbers)
+        kept = [old.take(np.arange(slot, slot + length)) for slot, length in zip(slots, lengths, strict=True)]
         self._forget()
-        for position, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        for position, line in enumerate(kept):
             one = slice(position, position + 1)
-            self._append(old.take(np.arange(slot, slot + length)), numbers[one], np.array([self._used_rows]), used[one])
+            self._append(line, numbers[one], np.array([self._used_rows]), used[one])
 
     def _forget(self) -> None:
+        """The arrays stay: the next window needs as much room as the last."""
         self._numbers = np.empty(0, np.int64)
         self._first_slot = np.empty(0, np.int64)
         self._last_used = np.empty(0, np.int64)
-        self._starts = np.zeros(1, np.int64)
-        self._genes = np.empty(0, np.int32)
-        self._values = np.empty(0, np.float32)
         self._used_rows = self._used = 0
 
     @property

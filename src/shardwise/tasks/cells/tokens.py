@@ -9,8 +9,10 @@ Which genes of a cell are hidden follows from (seed, epoch, cell, gene) alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch import Tensor
 from shardwise.config.cells import CellsTokenizer
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import random_bits
-from shardwise.tasks.cells.rows import Ints, SparseRows, starts_of
+from shardwise.tasks.cells.rows import Ints, SparseRows
 
 PAD, CLS, MASK, FIRST_GENE = range(4)
 NO_BIN, HIDDEN_BIN, FIRST_BIN = range(3)
@@ -48,132 +50,131 @@ class CellTokenizer:
 
     def encode(self, rows: SparseRows, cells: Ints, epoch: int) -> CellBatch:
         """Tensors of a row per cell, padded on the right. `cells` says which cells these are."""
-        if len(rows) > MOST_ROWS:
-            parts = np.split(np.arange(len(rows)), range(MOST_ROWS, len(rows), MOST_ROWS))
-            return join_batches([self.encode(rows.take(part), cells[part], epoch) for part in parts])
-        ragged = self._sorted(rows)
-        hidden = self._hide(ragged, cells, epoch)
-        return self._padded(ragged, hidden) | {"cells": torch.from_numpy(cells)}
+        table = self._sorted(rows)
+        chosen = self._choose(table, cells, epoch)
+        return self._shown(table, chosen) | {"cells": torch.from_numpy(cells)}
 
-    def _sorted(self, rows: SparseRows) -> _Ragged:
+    def _sorted(self, rows: SparseRows) -> _Table:
         """The most expressed genes of every cell, in the order of the strategy."""
+        strategy = self.options.strategy
         values = rows.values.astype(np.float32, copy=False)
-        ranks_only = self.options.strategy == "rank_value"
-        if self.target_sum is not None and not ranks_only:  # scaling a cell does not change the order of its genes
+        if self.target_sum is not None and strategy != "rank_value":  # scaling a cell does not change its order
             values = _log_normalized(values, rows, self.target_sum)
-        # One sort of one array: the row in the high bits, then the value from large to small, then the gene. The bits of
-        # a float that is not negative sort like the number.
-        row_of = np.repeat(np.arange(len(rows), dtype=np.uint64), rows.lengths)
-        falling = (~values.view(np.uint32)).astype(np.uint64)
-        packed = row_of << _ROW | falling << _VALUE | rows.genes.astype(np.uint64)
-        packed.sort()
-        lengths, starts = rows.lengths, rows.starts
-        rank = np.arange(len(packed)) - np.repeat(starts[:-1], lengths)
-        if lengths.max(initial=0) > self.max_genes:
-            packed, rank = packed[rank < self.max_genes], rank[rank < self.max_genes]
-            lengths = np.minimum(lengths, self.max_genes)
-            starts = starts_of(lengths)
-        ragged = _Ragged(starts, rank, packed & _GENE_BITS, packed >> _VALUE & _VALUE_BITS, packed >> _ROW)
-        return ragged if ranks_only else self._by_gene(ragged)
+        too_long = rows.lengths.max(initial=0) > self.max_genes
+        lengths = np.minimum(rows.lengths, self.max_genes)
+        # One number per gene, and rows of numbers to sort: that is many times faster than sorting one array by another.
+        # The bits of a float that is not negative sort like the number; inverted, from large to small.
+        bits = values.view(np.uint32)
+        if strategy == "continuous_projection" and not too_long:
+            return _Table.by_gene(_rows_of(_pair(rows.genes, bits), rows), lengths)
+        falling = _rows_of(_pair(~bits, rows.genes), rows)
+        falling.sort(axis=1)
+        falling = np.ascontiguousarray(falling[:, : self.max_genes])
+        genes = falling.astype(np.uint32)
+        if strategy == "rank_value":
+            return _Table(lengths, genes, None)
+        value = (falling >> _HALF).astype(np.uint32)
+        shown = _bins(value, lengths, self.options.num_bins) if strategy == "binned_expression" else ~value
+        return _Table.by_gene(np.where(falling == _PADDING, _PADDING, _pair(genes, shown)), lengths)
 
-    def _by_gene(self, ragged: _Ragged) -> _Ragged:
-        """Sorted by gene, so that the place in the sequence does not tell what is hidden."""
-        shown = ragged.shown ^ _VALUE_BITS
-        if self.options.strategy == "binned_expression":
-            shown = _bins(ragged, self.options.num_bins)
-        packed = ragged.row << _ROW | ragged.genes << np.uint64(32) | shown
-        packed.sort()
-        genes = packed >> np.uint64(32) & _GENE_BITS
-        return _Ragged(ragged.starts, ragged.rank, genes, packed & _VALUE_BITS, ragged.row)
-
-    def _hide(self, ragged: _Ragged, cells: Ints, epoch: int) -> _Hidden:
-        masking = self.options.masking
-        key = (self.seed, Purpose.SAMPLE, epoch)
-        bits = random_bits(key, cells[ragged.row.astype(np.int64)], ragged.genes)
-        choice, action = bits >> np.uint64(32), bits & np.uint64(0xFFFFFFFF)
-        chosen = choice < np.uint64(masking.mask_ratio * 2**32)
-        # At least one per cell, however few genes it has.
-        filled = ragged.starts[:-1][np.diff(ragged.starts) > 0]
-        if len(filled):
-            least = np.repeat(np.minimum.reduceat(choice, filled), np.diff(np.append(filled, len(choice))))
-            chosen |= choice == least
+    def _choose(self, table: _Table, cells: Ints, epoch: int) -> _Chosen:
+        """Which places are to be predicted, and what is shown there: a function of (seed, epoch, cell, gene)."""
+        masking, key = self.options.masking, (self.seed, Purpose.SAMPLE, epoch)
+        draw = random_bits((*key, 0), cells[:, None], table.genes)
+        draw[~table.real] = 0xFFFFFFFF
+        chosen = draw < np.uint32(masking.mask_ratio * 2**32)
+        if draw.shape[1]:  # at least one per cell, however few genes it has
+            chosen[np.arange(len(draw)), draw.argmin(axis=1)] = table.lengths > 0
         at = np.flatnonzero(chosen)
-        deed = action[at] / 2**32
+        cell, gene = cells[at // max(1, draw.shape[1])], table.genes.ravel()[at]
+        deed = random_bits((*key, 1), cell, gene) / 2**32
         random = deed < masking.random_replace_ratio
         masked = deed >= masking.random_replace_ratio + masking.keep_ratio
-        again = random_bits((*key, 1), cells[ragged.row[at].astype(np.int64)], ragged.genes[at])
-        return _Hidden(at, at[masked], at[random], again[random])
+        return _Chosen(at, at[masked], at[random], random_bits((*key, 2), cell[random], gene[random]))
 
-    def _padded(self, ragged: _Ragged, hidden: _Hidden) -> CellBatch:
-        strategy, cls = self.options.strategy, int(self.options.prepend_cls)
-        count = len(ragged.starts) - 1
-        width = int(np.diff(ragged.starts).max(initial=0)) + cls
-        place = ragged.row.astype(np.int64) * width + ragged.rank + cls
-        genes = np.full(count * width, PAD, np.int32)
-        genes[place] = ragged.genes
-        genes[place] += FIRST_GENE
-        if cls:
-            genes[::width] = CLS
-        batch: dict[str, NDArray[Any]] = {"genes": genes}
-        if strategy == "rank_value":
-            targets = np.full(count * width, NOT_HIDDEN, np.int32)
-            targets[place[hidden.chosen]] = ragged.genes[hidden.chosen]
-            genes[place[hidden.masked]] = MASK
-            genes[place[hidden.random]] = FIRST_GENE + hidden.bits % np.uint64(self.genes)
-        elif strategy == "binned_expression":
-            targets = np.full(count * width, NOT_HIDDEN, np.int32)
-            targets[place[hidden.chosen]] = ragged.shown[hidden.chosen]
-            bins = batch["bins"] = np.full(count * width, NO_BIN, np.int32)
-            bins[place] = ragged.shown + np.uint64(FIRST_BIN)
-            bins[place[hidden.masked]] = HIDDEN_BIN
-            bins[place[hidden.random]] = FIRST_BIN + hidden.bits % np.uint64(self.options.num_bins)
+    def _shown(self, table: _Table, chosen: _Chosen) -> CellBatch:
+        genes = table.genes.view(np.int32).copy()
+        genes += FIRST_GENE
+        genes[~table.real] = PAD
+        targets = np.full(genes.shape, NOT_HIDDEN, np.int32)
+        columns: dict[str, tuple[NDArray[Any], int]] = {"genes": (genes, CLS)}
+        if table.shown is None:  # rank_value
+            _put(targets, chosen.all, table.genes)
+            genes.ravel()[chosen.masked] = MASK
+            genes.ravel()[chosen.random] = FIRST_GENE + chosen.bits % np.uint32(self.genes)
+        elif self.options.strategy == "binned_expression":
+            _put(targets, chosen.all, table.shown)
+            bins = table.shown.astype(np.int32)
+            bins += FIRST_BIN
+            bins[~table.real] = NO_BIN
+            bins.ravel()[chosen.masked] = HIDDEN_BIN
+            bins.ravel()[chosen.random] = FIRST_BIN + chosen.bits % np.uint32(self.options.num_bins)
+            columns["bins"] = (bins, NO_BIN)
         else:
-            expression = ragged.shown.astype(np.uint32).view(np.float32)
-            targets = np.full(count * width, NOT_HIDDEN, np.float32)
-            targets[place[hidden.chosen]] = expression[hidden.chosen]
-            values = batch["values"] = np.zeros(count * width, np.float32)
-            values[place] = expression
-            values[place[hidden.random]] = expression[ragged.another_of_the_cell(hidden)]
-            values[place[hidden.masked]] = 0.0
-            concealed = batch["hidden"] = np.zeros(count * width, np.bool_)
-            concealed[place[hidden.masked]] = True
-        batch["targets"] = targets
-        return {name: torch.from_numpy(array.reshape(count, width)) for name, array in batch.items()}
+            expression = table.shown.view(np.float32).copy()
+            expression[~table.real] = 0
+            targets = np.full(genes.shape, NOT_HIDDEN, np.float32)
+            _put(targets, chosen.all, expression)
+            values, hidden = expression.copy(), np.zeros(genes.shape, np.bool_)
+            # In place of a random number, that of another gene of the same cell.
+            row = chosen.random // max(1, genes.shape[1])
+            other = chosen.bits % table.lengths[row]
+            values.ravel()[chosen.random] = expression[row, other]
+            values.ravel()[chosen.masked] = 0
+            hidden.ravel()[chosen.masked] = True
+            columns |= {"values": (values, 0), "hidden": (hidden, 0)}
+        columns["targets"] = (targets, NOT_HIDDEN)
+        if self.options.prepend_cls:
+            columns = {name: (_with_first(array, first), first) for name, (array, first) in columns.items()}
+        return {name: torch.from_numpy(array) for name, (array, _) in columns.items()}
 
 
-_ROW, _VALUE = np.uint64(52), np.uint64(20)
-_VALUE_BITS, _GENE_BITS = np.uint64(0xFFFFFFFF), np.uint64(0xFFFFF)
-MOST_ROWS, MOST_GENES = 1 << 12, 1 << 20
-"""What fits beside a value in 64 bits."""
-
-
-@dataclass(frozen=True)
-class _Ragged:
-    """The tokens of all cells of a batch, one after the other."""
-
-    starts: Ints
-    rank: Ints
-    """Place in its cell."""
-    genes: NDArray[np.uint64]
-    shown: NDArray[np.uint64]
-    """The bin or the bits of the expression; while sorted by expression, those bits inverted."""
-    row: NDArray[np.uint64]
-
-    def another_of_the_cell(self, hidden: _Hidden) -> Ints:
-        row = self.row[hidden.random].astype(np.int64)
-        lengths = self.starts[row + 1] - self.starts[row]
-        return self.starts[row] + (hidden.bits % lengths.astype(np.uint64)).astype(np.int64)
+_HALF = np.uint64(32)
+_PADDING = np.uint64(0xFFFFFFFFFFFFFFFF)
+"""Sorts behind everything else."""
 
 
 @dataclass(frozen=True)
-class _Hidden:
-    """Places in the ragged tokens: all that are to be predicted, and those of them shown as MASK or as something else."""
+class _Table:
+    """The genes of a row of cells, a row for each; what is beyond a cell's length is padding."""
 
-    chosen: Ints
+    lengths: Ints
+    genes: NDArray[np.uint32]
+    shown: NDArray[np.uint32] | None
+    """The bin, or the bits of the expression; nothing where the order tells it."""
+
+    @classmethod
+    def by_gene(cls, pairs: NDArray[np.uint64], lengths: Ints) -> _Table:
+        """Sorted by gene, so that the place in the row does not tell what is hidden."""
+        pairs.sort(axis=1)
+        return cls(lengths, (pairs >> _HALF).astype(np.uint32), pairs.astype(np.uint32))
+
+    @cached_property
+    def real(self) -> NDArray[np.bool_]:
+        return np.arange(self.genes.shape[1]) < self.lengths[:, None]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Places in the table: all that are to be predicted, and those of them shown as MASK or as something else."""
+
+    all: Ints
     masked: Ints
     random: Ints
-    bits: NDArray[np.uint64]
+    bits: NDArray[np.uint32]
     """Random bits for each of `random`."""
+
+
+def _pair(high: NDArray[np.integer], low: NDArray[np.integer]) -> NDArray[np.uint64]:
+    return high.astype(np.uint64) << _HALF | low.astype(np.uint64)
+
+
+def _rows_of(values: NDArray[np.uint64], rows: SparseRows) -> NDArray[np.uint64]:
+    """A row per cell, padded."""
+    lengths = rows.lengths
+    table = np.full((len(rows), int(lengths.max(initial=0))), _PADDING)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = values
+    return table
 
 
 def _log_normalized(values: NDArray[np.float32], rows: SparseRows, target: float) -> NDArray[np.float32]:
@@ -183,15 +184,25 @@ def _log_normalized(values: NDArray[np.float32], rows: SparseRows, target: float
     return np.log1p(values * np.repeat(scale, rows.lengths).astype(np.float32))
 
 
-def _bins(ragged: _Ragged, bins: int) -> NDArray[np.uint64]:
+def _bins(falling: NDArray[np.uint32], lengths: Ints, bins: int) -> NDArray[np.int64]:
     """Bins of equal size among the genes of a cell, 0 for the least expressed; equal values share the upper bin."""
-    length = np.repeat(np.diff(ragged.starts), np.diff(ragged.starts))
-    first_of_equals = np.ones(len(length), bool)
-    if len(length):
-        first_of_equals[1:] = (ragged.shown[1:] != ragged.shown[:-1]) | (ragged.row[1:] != ragged.row[:-1])
-    rank = np.maximum.accumulate(np.where(first_of_equals, np.arange(len(length)), 0))
-    above = rank - np.repeat(ragged.starts[:-1], np.diff(ragged.starts))
-    return ((length - 1 - above) * bins // length).astype(np.uint64)
+    place = np.arange(falling.shape[1])
+    first_of_equals = np.ones(falling.shape, bool)
+    first_of_equals[:, 1:] = falling[:, 1:] != falling[:, :-1]
+    above = np.maximum.accumulate(np.where(first_of_equals, place, 0), axis=1)
+    length = np.maximum(lengths, 1)[:, None]
+    return np.maximum(length - 1 - above, 0) * bins // length
+
+
+def _put(into: NDArray[Any], places: Ints, values: NDArray[Any]) -> None:
+    into.ravel()[places] = values.ravel()[places]
+
+
+def _with_first(array: NDArray[Any], first: int) -> NDArray[Any]:
+    wider = np.empty((len(array), array.shape[1] + 1), array.dtype)
+    wider[:, 0] = first
+    wider[:, 1:] = array
+    return wider
 
 
 def revealed(batch: CellBatch) -> CellBatch:
@@ -226,3 +237,17 @@ def join_batches(parts: Sequence[CellBatch]) -> CellBatch:
             row += rows
         joined[name] = whole
     return joined
+
+
+def split_batch(batch: CellBatch, sizes: list[int]) -> list[CellBatch]:
+    """The reverse: every part as wide as its longest cell."""
+    if len(sizes) == 1:
+        return [batch]
+    lengths = (batch["genes"] != PAD).sum(dim=1)
+    parts = []
+    for first, last in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
+        width = int(lengths[first:last].max()) if last > first else 0
+        parts.append(
+            {name: part[first:last] if part.ndim == 1 else part[first:last, :width] for name, part in batch.items()}
+        )
+    return parts
