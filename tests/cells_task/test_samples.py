@@ -85,7 +85,7 @@ def test_the_cells_held_out_are_spread_over_the_files_and_follow_from_the_seed()
 def test_no_held_out_cell_is_ever_trained_on(files: list[Path], stream: bool) -> None:
     task = streaming(files) if stream else task_for(files)
     trained = [cell for step in batches(task, epochs=2) for cell in cells_in(step)]
-    held_out = [cell for batch in [task.valid_data().read(range(250), 0)] for cell in batch["cells"].tolist()]
+    held_out = [cell for batch in [task.valid_data().read(np.arange(250), 0)] for cell in batch["cells"].tolist()]
     assert not set(trained) & set(held_out)
     assert Counter(trained) == Counter({cell: 2 for cell in range(CELLS) if cell not in set(held_out)})
 

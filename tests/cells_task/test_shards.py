@@ -84,7 +84,7 @@ def test_training_from_a_copy_gives_a_cell_the_tokens_it_has_in_the_file(
 
 
 def _tokens(data: Any) -> dict[int, Any]:
-    batch = data.read(range(len(data)), 0)
+    batch = data.read(np.arange(len(data)), 0)
     return {
         cell: ([gene for gene in genes if gene], [target for target in targets if target >= 0])
         for cell, genes, targets in zip(

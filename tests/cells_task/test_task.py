@@ -37,7 +37,7 @@ def task_of(*overrides: str) -> CellsTask:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_loss_is_the_sum_over_hidden_places_only(strategy: str) -> None:
     task = task_of(f"tokenizer.strategy={strategy}")
-    batch = task.train_data().read(range(8), 0)
+    batch = task.train_data().read(np.arange(8), 0)
     model = task.build_model()
     predictions = model(batch).detach()
     expected, place = 0.0, 0
@@ -57,11 +57,11 @@ def test_the_loss_is_the_sum_over_hidden_places_only(strategy: str) -> None:
 def test_padding_changes_neither_the_loss_nor_the_embedding(strategy: str) -> None:
     task = task_of(f"tokenizer.strategy={strategy}", "model.pooling=mean")
     data, model = task.train_data(), task.build_model().eval()
-    ids = sorted(range(100), key=lambda cell: data.read([cell], 0)["genes"].shape[1])
+    ids = sorted(range(100), key=lambda cell: data.read(np.array([cell]), 0)["genes"].shape[1])
     pair = [ids[0], ids[-1]]
-    together = data.read(pair, 0)
+    together = data.read(np.array(pair), 0)
     assert (together["genes"][0] == 0).any()
-    alone = [data.read([cell], 0) for cell in pair]
+    alone = [data.read(np.array([cell]), 0) for cell in pair]
     torch.testing.assert_close(task.loss(model, together).sum, sum(task.loss(model, one).sum for one in alone))
     embeddings = torch.cat([model(revealed(one), want="embedding") for one in alone])
     torch.testing.assert_close(model(revealed(together), want="embedding"), embeddings)
@@ -72,7 +72,7 @@ def test_what_is_masked_cannot_be_seen_by_the_model(strategy: str) -> None:
     """The gradient of the predictions with respect to the true values at masked places: there is no way to them."""
     task = task_of(f"tokenizer.strategy={strategy}", "tokenizer.masking={keep_ratio: 0.0, random_replace_ratio: 0.0}")
     model = task.build_model().eval()
-    batch = task.train_data().read(range(8), 0)
+    batch = task.train_data().read(np.arange(8), 0)
     before = model(batch)
     changed = dict(batch)
     changed["targets"] = torch.where(batch["targets"] >= 0, 1, batch["targets"])
@@ -86,8 +86,8 @@ def test_what_is_masked_cannot_be_seen_by_the_model(strategy: str) -> None:
 def test_validation_masks_are_the_same_every_time_and_training_masks_are_not() -> None:
     task = task_of()
     valid, train = task.valid_data(), task.train_data()
-    assert torch.equal(valid.read(range(10), 0)["targets"], valid.read(range(10), 0)["targets"])
-    assert not torch.equal(train.read(range(10), 0)["targets"], train.read(range(10), 1)["targets"])
+    assert torch.equal(valid.read(np.arange(10), 0)["targets"], valid.read(np.arange(10), 0)["targets"])
+    assert not torch.equal(train.read(np.arange(10), 0)["targets"], train.read(np.arange(10), 1)["targets"])
 
 
 @pytest.mark.parametrize("streaming", ["true", "false"])
@@ -297,14 +297,14 @@ def test_an_exported_encoder_embeds_cells_as_the_trained_one_does(tmp_path: Path
     data: Any = task.valid_data()
     rows = data.rows.take(np.arange(5))
     batch = revealed(tokenizer.encode(rows, np.arange(5), 0))
-    expected = revealed(data.read(range(5), 0))
+    expected = revealed(data.read(np.arange(5), 0))
     assert torch.equal(loaded(batch, want="embedding"), model(expected, want="embedding"))
     assert genes == [f"gene{i}" for i in range(30)]
 
 
 def test_max_seq_len_counts_cls_and_the_smaller_limit_holds() -> None:
     def longest(*overrides: str) -> int:
-        return int(task_of("data.num_genes=200", *overrides).train_data().read(range(100), 0)["genes"].shape[1])
+        return int(task_of("data.num_genes=200", *overrides).train_data().read(np.arange(100), 0)["genes"].shape[1])
 
     assert longest("model.max_seq_len=9") == 9
     assert longest("data.max_genes=12", "tokenizer.max_genes=8") == 9

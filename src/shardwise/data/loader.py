@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
-from shardwise.data.order import Cursor, GlobalOrder, shares
+from shardwise.data.order import Cursor, GlobalOrder, Indices, cut, shares
+from shardwise.data.packing import Packed, pack, unpack
 from shardwise.data.seeding import seeded
 from shardwise.errors import DataError
 
@@ -45,7 +46,7 @@ class BatchedSamples(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, ids: Sequence[int], epoch: int) -> Any:
+    def read(self, ids: Indices, epoch: int) -> Any:
         """The batch of these samples. What is random in a sample must follow from (seed, epoch, sample)."""
 
     @abstractmethod
@@ -64,7 +65,7 @@ class BatchedSamples(ABC):
 class Request:
     """What a rank asks for: one micro-batch. `borrowed`: it has no sample of its own and counts nothing."""
 
-    ids: tuple[int, ...]
+    ids: Indices
     epoch: int
     borrowed: bool
     last_of_step: bool
@@ -107,7 +108,7 @@ class StepBatch:
 
     @property
     def ids(self) -> list[int]:
-        return [index for micro in self.micro if not micro.request.borrowed for index in micro.request.ids]
+        return [index for micro in self.micro if not micro.request.borrowed for index in micro.request.ids.tolist()]
 
     @property
     def samples(self) -> int:
@@ -130,10 +131,15 @@ class Loaded:
     requests: tuple[Request, ...]
     counts: list[int]
     inputs: Any
-    """A list with the inputs of each; of BatchedSamples, one batch of them all, so that few tensors travel."""
+    """A list with the inputs of each; of BatchedSamples, one batch of them all, packed."""
 
     def pin_memory(self) -> Loaded:
-        return replace(self, inputs=_map_tensors(self.inputs, lambda tensor: tensor.pin_memory()))
+        pinned = (
+            self.inputs.pin_memory()
+            if isinstance(self.inputs, Packed)
+            else _map_tensors(self.inputs, lambda tensor: tensor.pin_memory())
+        )
+        return replace(self, inputs=pinned)
 
 
 @dataclass
@@ -153,14 +159,14 @@ class Reader:
         else:
             whole = inputs = [self._collated(self.samples, request) for request in requests]
         counts = [
-            0 if request.borrowed or not request.ids else int(self.count(each))
+            0 if request.borrowed or not len(request.ids) else int(self.count(each))
             for request, each in zip(requests, inputs, strict=True)
         ]
-        return Loaded(requests, counts, whole)
+        return Loaded(requests, counts, pack(whole))
 
     def micro_batches(self, pieces: list[Loaded]) -> list[MicroBatch]:
         """From what every worker made of its piece of each micro-batch."""
-        inputs = [self._taken_apart(piece.requests, piece.inputs) for piece in pieces]
+        inputs = [self._taken_apart(piece.requests, unpack(piece.inputs)) for piece in pieces]
         if len(pieces) == 1:
             made = zip(inputs[0], pieces[0].counts, pieces[0].requests, strict=True)
             return [MicroBatch(*each) for each in made]
@@ -168,8 +174,8 @@ class Reader:
         micro = []
         for position, first in enumerate(pieces[0].requests):
             # A micro-batch smaller than the number of workers has pieces without samples.
-            filled = [number for number, piece in enumerate(pieces) if piece.requests[position].ids]
-            ids = tuple(index for number in filled for index in pieces[number].requests[position].ids)
+            filled = [number for number, piece in enumerate(pieces) if len(piece.requests[position].ids)]
+            ids = np.concatenate([piece.requests[position].ids for piece in pieces])
             count = sum(piece.counts[position] for piece in pieces)
             joined = self.samples.join([inputs[number][position] for number in filled])
             micro.append(MicroBatch(joined, count, replace(first, ids=ids)))
@@ -182,9 +188,9 @@ class Reader:
         return self.samples.take_apart(inputs, sizes) if any(sizes) else [None] * len(sizes)
 
     def _batch(self, samples: BatchedSamples, requests: tuple[Request, ...]) -> Any:
-        ids = [index for request in requests for index in request.ids]
+        ids = np.concatenate([request.ids for request in requests])
         try:
-            return samples.read(ids, requests[0].epoch) if ids else None
+            return samples.read(ids, requests[0].epoch) if len(ids) else None
         except DataError:
             raise
         except Exception as error:
@@ -194,8 +200,9 @@ class Reader:
             ) from error
 
     def _collated(self, samples: Samples, request: Request) -> Any:
-        read = [self._sample(samples, index, request.epoch) for index in request.ids]
-        with seeded(self.seed, Purpose.COLLATE, request.epoch, *request.ids):
+        ids = request.ids.tolist()
+        read = [self._sample(samples, index, request.epoch) for index in ids]
+        with seeded(self.seed, Purpose.COLLATE, request.epoch, *ids):
             return self.collate(read)
 
     def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
@@ -297,9 +304,8 @@ class _Requests:
             mine = shares(batch.indices, self.batching, self.rank)
             for position, part in enumerate(mine):
                 # A rank left with nothing runs on a sample of another, weighted 0, to take part in the collectives.
-                ids = part if len(part) else batch.indices[:1]
                 yield Request(
-                    ids=tuple(ids.tolist()),
+                    ids=part if len(part) else batch.indices[:1],
                     epoch=batch.epoch,
                     borrowed=not len(part),
                     last_of_step=position == len(mine) - 1,
@@ -310,12 +316,9 @@ class _Requests:
     def _cut(self, group: list[Request]) -> Iterator[tuple[Request, ...]]:
         """For every worker its piece of each micro-batch of the group."""
         if group:
-            pieces = [np.array_split(np.array(request.ids, np.int64), self.pieces) for request in group]
+            pieces = [cut(request.ids, self.pieces) for request in group]
             for number in range(self.pieces):
-                yield tuple(
-                    replace(request, ids=tuple(cut[number].tolist()))
-                    for request, cut in zip(group, pieces, strict=True)
-                )
+                yield tuple(replace(request, ids=each[number]) for request, each in zip(group, pieces, strict=True))
 
 
 class _Source(Dataset[Loaded | DataError]):

@@ -5,6 +5,7 @@ The number of ranks, workers or micro-batches changes who computes a sample, nev
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,4 +73,11 @@ def shares(indices: Indices, batching: Batching, rank: int) -> list[Indices]:
     side by side in the global batch: where that is sorted by place in the file, a rank reads its own part of the file.
     """
     rounds = max(1, math.ceil(len(indices) / (batching.world * batching.batch_size)))
-    return np.array_split(np.array_split(indices, batching.world)[rank], rounds)
+    return cut(cut(indices, batching.world)[rank], rounds)
+
+
+def cut(indices: Indices, parts: int) -> list[Indices]:
+    """Into parts whose sizes differ by at most one; the larger ones first."""
+    size, larger = divmod(len(indices), parts)
+    edges = [number * size + min(number, larger) for number in range(parts + 1)]
+    return [indices[first:last] for first, last in itertools.pairwise(edges)]

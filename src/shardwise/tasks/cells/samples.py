@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +58,10 @@ class CellsInMemory(CellSamples):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, ids: Sequence[int], epoch: int) -> CellBatch:
-        chosen = np.asarray(ids, np.int64)
-        batch = self.tokenizer.encode(self.rows.take(chosen), self.cells[chosen], epoch)
+    def read(self, ids: Ints, epoch: int) -> CellBatch:
+        batch = self.tokenizer.encode(self.rows.take(ids), self.cells[ids], epoch)
         if self.labels is not None:
-            batch["labels"] = torch.from_numpy(self.labels[chosen])
+            batch["labels"] = torch.from_numpy(self.labels[ids])
         return batch
 
 
@@ -85,10 +83,9 @@ class StreamedCells(CellSamples):
     def order(self, seed: int) -> GlobalOrder:
         return self._order
 
-    def read(self, ids: Sequence[int], epoch: int) -> CellBatch:
-        wanted = np.asarray(ids, np.int64)
-        numbers = self.source.numbers(self.split.training_rows(wanted))
-        return self.tokenizer.encode(self.rows(wanted, epoch), numbers, epoch)
+    def read(self, ids: Ints, epoch: int) -> CellBatch:
+        numbers = self.source.numbers(self.split.training_rows(ids))
+        return self.tokenizer.encode(self.rows(ids, epoch), numbers, epoch)
 
     def rows(self, ids: Ints, epoch: int) -> SparseRows:
         """The cells as they are in the file."""

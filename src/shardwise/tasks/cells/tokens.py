@@ -219,35 +219,39 @@ def revealed(batch: CellBatch) -> CellBatch:
 
 
 def join_batches(parts: Sequence[CellBatch]) -> CellBatch:
-    """Batches of different width as one."""
+    """Batches of different width as one. In NumPy, whose small operations cost a tenth of PyTorch's."""
     if len(parts) == 1:
         return parts[0]
     width = max(part["genes"].shape[1] for part in parts)
-    joined = {}
-    for name, first in parts[0].items():
-        if first.ndim == 1:
-            joined[name] = torch.cat([part[name] for part in parts])
+    joined: dict[str, NDArray[Any]] = {}
+    for name in parts[0]:
+        arrays = [part[name].numpy() for part in parts]
+        if arrays[0].ndim == 1:
+            joined[name] = np.concatenate(arrays)
             continue
-        filler = NOT_HIDDEN if name == "targets" else 0
-        whole = first.new_full((sum(len(part[name]) for part in parts), width), filler)
+        whole = joined[name] = np.empty((sum(map(len, arrays)), width), arrays[0].dtype)
         row = 0
-        for part in parts:
-            rows, columns = part[name].shape
-            whole[row : row + rows, :columns] = part[name]
+        for array in arrays:
+            rows, columns = array.shape
+            whole[row : row + rows, :columns] = array
+            whole[row : row + rows, columns:] = NOT_HIDDEN if name == "targets" else 0
             row += rows
-        joined[name] = whole
-    return joined
+    return {name: torch.from_numpy(array) for name, array in joined.items()}
 
 
 def split_batch(batch: CellBatch, sizes: list[int]) -> list[CellBatch]:
     """The reverse: every part as wide as its longest cell."""
     if len(sizes) == 1:
         return [batch]
-    lengths = (batch["genes"] != PAD).sum(dim=1)
+    arrays = {name: tensor.numpy() for name, tensor in batch.items()}
+    lengths = np.count_nonzero(arrays["genes"] != PAD, axis=1)
     parts = []
     for first, last in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
-        width = int(lengths[first:last].max()) if last > first else 0
+        width = int(lengths[first:last].max(initial=0))
         parts.append(
-            {name: part[first:last] if part.ndim == 1 else part[first:last, :width] for name, part in batch.items()}
+            {
+                name: torch.from_numpy(array[first:last] if array.ndim == 1 else array[first:last, :width])
+                for name, array in arrays.items()
+            }
         )
     return parts
