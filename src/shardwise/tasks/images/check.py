@@ -25,7 +25,7 @@ def check_images(pictures: Pictures) -> None:
     """Raises one error that names the images which cannot be read."""
     keys = {index: _digest(key) for index in range(len(pictures)) if (key := pictures.key(index)) is not None}
     record = _record_of(pictures.place)
-    known = set(np.load(record).tolist()) if record.exists() else set()
+    known = _read(record)
     new = [index for index, key in keys.items() if key not in known]
     problems: list[str] = []
     try:
@@ -36,13 +36,28 @@ def check_images(pictures: Pictures) -> None:
                 problems.append(problem)
     finally:  # interrupted or not: what was found good need not be looked at again
         if new:
-            _write(record, known.intersection(keys.values()))
+            _write(record, known)
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
         raise DataError(
             f"{len(problems)} of {len(pictures)} images cannot be used. Replace or remove them:{listed}{more}"
         )
+
+
+def _digest(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+
+
+def _record_of(place: str) -> Path:
+    return cache_folder() / "images" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.npy"
+
+
+def _read(record: Path) -> set[int]:
+    try:
+        return set(np.load(record).tolist())
+    except (OSError, ValueError, EOFError):  # not there yet, or damaged: then everything is looked at
+        return set()
 
 
 def _verdicts(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, str | None]]:
@@ -63,14 +78,6 @@ def _verdicts(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, str
                 logging.getLogger("shardwise").info(
                     f"checking {pictures.place}: {start + len(part)} of {len(indices)} images are read"
                 )
-
-
-def _record_of(place: str) -> Path:
-    return cache_folder() / "images" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.npy"
-
-
-def _digest(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
 def _write(record: Path, digests: set[int]) -> None:

@@ -47,8 +47,8 @@ def build_classifier(options: ImagesModel, classes: list[str], image_size: int) 
     if options.name is None or torch.get_default_device().type == "meta":
         try:
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32)
-        except (ValueError, TypeError, IndexError) as error:
-            raise ConfigError(f"model: {config.model_type} cannot be built with these sizes: {error}") from None
+        except Exception as error:  # each architecture has its own
+            raise _refused(config.model_type, error) from error
     try:
         model, loading = AutoModelForImageClassification.from_pretrained(
             model_place(options.name),
@@ -124,16 +124,30 @@ def _config_from_sizes(options: ImagesModel, image_size: int, labels: dict[str, 
             f"classification{f'. Nearest: {near[0]}' if near else ''}"
         )
     defaults = CONFIG_MAPPING[kind]()
+    _refuse_unknown_fields(options, kind, defaults)
     sizes = {**sizes, **_chosen_sizes(options, kind, defaults), **_dropouts(options, kind, defaults)}
     if hasattr(defaults, "image_size"):
         sizes["image_size"] = image_size
-        patch = {**sizes, **options.extra}.get("patch_size", getattr(defaults, "patch_size", 1))
-        if isinstance(patch, int) and image_size % patch:
+    classes = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[kind]
+    if not isinstance(classes, str):  # deit, levit and perceiver have several: the first is the plain one
+        sizes["architectures"] = [classes[0]]
+    try:
+        config = AutoConfig.for_model(kind, **{**sizes, **options.extra, **labels})
+    except Exception as error:  # the strict types of huggingface_hub have no common base with the rest
+        raise _refused(kind, error) from error
+    _refuse_sizes_that_do_not_fit(config)
+    return config
+
+
+def _refuse_unknown_fields(options: ImagesModel, kind: str, defaults: Any) -> None:
+    """Transformers takes any name without a word."""
+    for key in options.extra:
+        if not hasattr(defaults, key):
+            near = difflib.get_close_matches(key, list(defaults.to_dict()), 1)
             raise ConfigError(
-                f"data.image_size: {image_size} is not a multiple of the model's patch size {patch}: "
-                f"set data.image_size to {max(1, round(image_size / patch)) * patch}, or model.patch_size"
+                f"model.extra: the Hugging Face config of {kind} has no field {key!r}"
+                f"{f'. Nearest: {near[0]}' if near else ''}"
             )
-    return AutoConfig.for_model(kind, **{**sizes, **options.extra, **labels})
 
 
 def _chosen_sizes(options: ImagesModel, kind: str, defaults: Any) -> dict[str, Any]:
@@ -158,6 +172,27 @@ def _dropouts(options: ImagesModel, kind: str, defaults: Any) -> dict[str, float
     if options.dropout and not names:
         raise ConfigError(f"model.dropout: {kind} has no dropout: leave it out")
     return dict.fromkeys(names, options.dropout)
+
+
+def _refuse_sizes_that_do_not_fit(config: Any) -> None:
+    """Transformers 5 builds these, and fails, or computes something else, in the first forward pass."""
+    width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if isinstance(width, int) and isinstance(heads, int) and width % heads:
+        raise ConfigError(f"model.num_heads: {heads} must divide the width {width}")
+    depths, widths = getattr(config, "depths", None), getattr(config, "hidden_sizes", None)
+    if isinstance(depths, list) and isinstance(widths, list) and len(depths) != len(widths):
+        raise ConfigError(f"model.depths has {len(depths)} stages, but the widths are {widths}: give depths and widths")
+    size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if isinstance(size, int) and isinstance(patch, int) and size % patch:
+        raise ConfigError(
+            f"data.image_size: {size} is not a multiple of the model's patch size {patch}: "
+            f"set data.image_size to {max(1, round(size / patch)) * patch}, or model.patch_size"
+        )
+
+
+def _refused(kind: str, error: Exception) -> ConfigError:
+    reason = " ".join(str(error).split())  # some span several lines
+    return ConfigError(f"model: {kind} cannot be built with these sizes: {type(error).__name__}: {reason}")
 
 
 def _say_what_is_new(name: str, loading: Any, num_classes: int) -> None:

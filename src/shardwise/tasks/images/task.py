@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.config.images import ImagesData, ImagesModel
+from shardwise.errors import ConfigError
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.model import build_classifier, pretrained_look
@@ -69,6 +71,11 @@ class ImagesTask(Task):
 
     def build_model(self) -> nn.Module:
         model = build_classifier(self._model_options, self.classes, self.look.size)
+        if self.config.training.precision == "bf16-true" and any(isinstance(m, _BatchNorm) for m in model.modules()):
+            raise ConfigError(
+                "training.precision: bf16-true does not go with batch norm, whose statistics stay in fp32 (torch 2.13 "
+                "fails on the mixture): use bf16-mixed"
+            )
         # fully_shard refuses weights in any other than the plain order (torch 2.13).
         if self._model_options.channels_last and self.config.strategy_on(1) != "fsdp":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
