@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def write_images(
 
 def write_model(folder: Path, architecture: str = "resnet", *, num_classes: int = 3) -> Path:
     """A model with its processor, saved as Hugging Face saves them."""
-    from transformers import AutoConfig, AutoModelForImageClassification, BitImageProcessorPil
+    from transformers import AutoConfig, AutoModelForImageClassification
 
     sizes = {
         "resnet": {"depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 8},
@@ -55,11 +56,12 @@ def write_model(folder: Path, architecture: str = "resnet", *, num_classes: int 
     }  # fmt: skip
     config = AutoConfig.for_model(architecture, num_labels=num_classes, **sizes[architecture])
     AutoModelForImageClassification.from_config(config).save_pretrained(folder)
-    processor = BitImageProcessorPil(
-        size={"shortest_edge": 20},
-        crop_size={"height": 16, "width": 16},
-        image_mean=[0.5, 0.4, 0.3],
-        image_std=[0.2, 0.3, 0.4],
-    )
-    processor.save_pretrained(folder)
+    processor = {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": 20},
+        "crop_size": {"height": 16, "width": 16},
+        "image_mean": [0.5, 0.4, 0.3],
+        "image_std": [0.2, 0.3, 0.4],
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder

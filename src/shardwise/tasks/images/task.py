@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -111,18 +113,25 @@ class ImagesTask(Task):
 
     def export(self, model: Any, folder: Path) -> None:
         """A folder that AutoModelForImageClassification.from_pretrained and AutoImageProcessor.from_pretrained load."""
-        from transformers import BitImageProcessorPil
-
         model.to(memory_format=torch.contiguous_format)  # safetensors knows no other order
         model.save_pretrained(folder)
-        # The processor of BiT does what validation_view does: shorter side, centre, mean and deviation.
-        BitImageProcessorPil(
-            size={"shortest_edge": self.look.shorter_side},
-            crop_size={"height": self.look.size, "width": self.look.size},
-            resample=2,  # bilinear
-            image_mean=list(self.look.mean),
-            image_std=list(self.look.std),
-        ).save_pretrained(folder)
+        # Written by hand: the class that would write it has another name in every second release of Transformers, and may
+        # want torchvision. BiT's processor does what validation_view does: shorter side, centre, mean and deviation.
+        processor = {
+            "image_processor_type": "BitImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": self.look.shorter_side},
+            "resample": int(Image.Resampling.BILINEAR),
+            "do_center_crop": True,
+            "crop_size": {"height": self.look.size, "width": self.look.size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self.look.mean,
+            "image_std": self.look.std,
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
 
     def _logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mean, std = self._scale(batch["pixels"].device)
