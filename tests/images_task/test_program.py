@@ -17,7 +17,7 @@ from tests.cli.program import environment, shardwise
 from tests.conftest import REPOSITORY
 from tests.distributed import work
 from tests.distributed.pool import RankFailure, RankPool
-from tests.images_task.made import write_images
+from tests.images_task.made import write_images, write_model
 
 
 def test_the_tiny_config_trains_on_two_ranks_and_exports(tmp_path: Path) -> None:
@@ -71,6 +71,27 @@ def test_the_resnet_50_config_trains_on_a_folder_of_images(ranks: RankPool, tmp_
     for outcome in ranks.run(2, work.run_fit, text, overrides, str(tmp_path)):
         assert outcome["steps"] == 3 and outcome["after"].keys() == {"loss", "accuracy"}
     assert (tmp_path / "runs" / "test" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_a_hugging_face_data_set_and_a_named_model_train_on_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    write_images(tmp_path / "set" / "train", {"cat": 9, "dog": 9})
+    write_images(tmp_path / "set" / "test", {"cat": 2, "dog": 3})
+    text = f"""
+    task: images
+    data: {{source: hub, dataset: {tmp_path / "set"}, valid_split: test, num_workers: 1}}
+    model: {{name: {write_model(tmp_path / "named")}}}
+    training: {{batch_size: 3}}
+    """
+    for rank, outcome in enumerate(ranks.run(2, _fit_with_own_cache, text, str(tmp_path))):
+        assert outcome["steps"] == 3 and outcome["after"].keys() == {"loss", "accuracy"}
+        assert ("they start anew, for 2 classes: classifier.1.bias" in outcome["output"]) == (rank == 0)
+
+
+def _fit_with_own_cache(text: str, folder: str) -> work.Record:
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / "hub-cache"
+    return work.run_fit(text, [], folder)
 
 
 def test_bad_input_is_one_message_and_leaves_nothing_behind(ranks: RankPool, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-class Rows(Pictures):
+class HubImages(Pictures):
     def __init__(self, images: Dataset, labels: list[int], column: str, place: str) -> None:
         self.images, self.labels, self.column, self.place = images, np.array(labels), column, place
 
@@ -33,7 +33,7 @@ class Rows(Pictures):
         return f"{self.images._fingerprint}/{index}"
 
 
-def read_hub(options: ImagesData) -> tuple[list[str], Rows, Rows | None]:
+def read_hub(options: ImagesData) -> tuple[list[str], HubImages, HubImages | None]:
     """The names of the classes, the rows to train on, and those to validate on if a split is named for it."""
     dataset = _with_columns(options, options.split)
     classes = options.classes or _classes(dataset, options)
@@ -83,7 +83,7 @@ def _is_label(value: Any) -> bool:
     return value is not None and value != -1 and value != ""
 
 
-def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str]) -> Rows:
+def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str]) -> HubImages:
     import datasets
 
     place = f"{options.dataset} ({split})"
@@ -98,7 +98,7 @@ def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str])
         raise DataError(
             f"data.image_column: {options.image_column!r} of {options.dataset!r} does not hold images, but {kind}"
         ) from error
-    return Rows(images, labels, options.image_column, place)
+    return HubImages(images, labels, options.image_column, place)
 
 
 def _labels(values: Sequence[Any], classes: list[str], by_number: bool, place: str, column: str) -> list[int]:

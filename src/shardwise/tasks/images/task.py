@@ -99,8 +99,7 @@ class ImagesTask(Task):
         return metrics | ({"top5_accuracy": _hits(logits, labels, 5)} if len(self.classes) > 5 else {})
 
     def flops_per_count(self, model: nn.Module) -> float | None:
-        """3 × the operations of a forward pass of one image, counted by torch.utils.flop_counter (matrix products,
-        convolutions and attention; a multiplication and an addition are two)."""
+        """3 × the forward operations of one image, as torch.utils.flop_counter counts them (a multiply-add is two)."""
         with torch.device("meta"):
             shape = build_classifier(self._model_options, self.classes, self.look.size).eval()
             image = torch.empty(1, 3, self.look.size, self.look.size)
