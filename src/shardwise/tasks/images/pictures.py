@@ -72,9 +72,8 @@ def decode(source: Path | bytes, name: str, *, reduced: bool = False) -> Image.I
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             if reduced:
                 image.draft("RGB", (1, 1))  # JPEG at an eighth of its size: every byte is still read
-            image.load()
             if image.mode not in DEEP_MODES:
-                return image.convert("RGB")
+                return image.convert("RGB")  # which reads all of it
             mode = image.mode
     except Exception as error:  # Pillow's plugins raise what they like: SyntaxError, zlib.error, struct.error
         raise DataError(f"{name} cannot be read as an image: {_reason(error)}") from None
