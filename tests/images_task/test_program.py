@@ -66,7 +66,7 @@ def test_the_resnet_50_config_trains_on_a_folder_of_images(ranks: RankPool, tmp_
     text = (REPOSITORY / "configs" / "images-resnet50.yaml").read_text()
     write_images(tmp_path / "data" / "images" / "train", {"cat": 20, "dog": 20}, ".jpg", (60, 50))
     write_images(tmp_path / "data" / "images" / "valid", {"cat": 3, "dog": 3}, ".jpg", (60, 50))
-    small = ["data.image_size=32", "data.num_workers=1", "training.batch_size=4", "model.widths=[8, 8, 8, 8]"]
+    small = ["data.image_size=32", "data.num_workers=0", "training.batch_size=4", "model.widths=[8, 8, 8, 8]"]
     overrides = [*small, "training.max_steps=3"]
     for outcome in ranks.run(2, work.run_fit, text, overrides, str(tmp_path)):
         assert outcome["steps"] == 3 and outcome["after"].keys() == {"loss", "accuracy"}
@@ -78,7 +78,7 @@ def test_a_hugging_face_data_set_and_a_named_model_train_on_two_ranks(ranks: Ran
     write_images(tmp_path / "set" / "test", {"cat": 2, "dog": 3})
     text = f"""
     task: images
-    data: {{source: hub, dataset: {tmp_path / "set"}, valid_split: test, num_workers: 1}}
+    data: {{source: hub, dataset: {tmp_path / "set"}, valid_split: test}}
     model: {{name: {write_model(tmp_path / "named")}}}
     training: {{batch_size: 3}}
     """
