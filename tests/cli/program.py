@@ -14,8 +14,10 @@ SHARDWISE = str(BIN / "shardwise")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This environment, with the tests' tasks importable and the tools of the virtual environment on the path."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1", **more}
+    """This environment, with this tree's code and the tests' tasks importable and the virtual environment's tools on the
+    path."""
+    path = f"{REPOSITORY / 'src'}:{REPOSITORY}"
+    return {**os.environ, "PYTHONPATH": path, "PATH": f"{BIN}:{os.environ['PATH']}", "NO_COLOR": "1", **more}
 
 
 def run_program(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

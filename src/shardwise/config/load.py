@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, create_model
 from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
+from shardwise.config.images import ImagesData, ImagesModel
 from shardwise.config.schema import Block, Config, DataBlock
 from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
@@ -20,14 +21,16 @@ from shardwise.errors import ConfigError
 BUILT_IN_TASKS = {
     "chess": "shardwise.tasks.chess:ChessTask",
     "cells": "shardwise.tasks.cells:CellsTask",
+    "images": "shardwise.tasks.images:ImagesTask",
 }
 BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
     "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel},
     "cells": {"data": CellsData, "tokenizer": CellsTokenizer, "model": CellsModel},
+    "images": {"data": ImagesData, "model": ImagesModel},
 }
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
-_LATER_TASKS = ("segmentation", "images")
+_LATER_TASKS = ("segmentation",)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -71,7 +74,9 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
     if task == OWN:
         return Config
     if str(task) in _LATER_TASKS:
-        raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
+        raise ConfigError(
+            f"{where}: task: {task} is not built yet. There is {', '.join(BUILT_IN_TASKS)}, and your own by import path"
+        )
     blocks = BUILT_IN_BLOCKS.get(str(task)) or task_blocks(load_task_class(task, where))
     # An empty block as the default, checked like one in the file: a task's block may have keys that are needed.
     fields: dict[str, Any] = {}

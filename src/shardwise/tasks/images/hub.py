@@ -1,0 +1,115 @@
+"""A Hugging Face data set of images, by name or from a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from shardwise.config.images import ImagesData
+from shardwise.errors import DataError, MissingExtra
+from shardwise.tasks.images.pictures import Pictures, decode
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+class HubImages(Pictures):
+    def __init__(self, images: Dataset, labels: list[int], column: str, place: str) -> None:
+        self.images, self.labels, self.column, self.place = images, np.array(labels), column, place
+
+    def open(self, index: int, *, reduced: bool = False) -> Image.Image:
+        stored = self.images[index][self.column]
+        if not stored or not (stored.get("bytes") or stored.get("path")):
+            raise DataError(f"{self.name(index)} cannot be read as an image: {self.column!r} is empty")
+        return decode(stored["bytes"] or stored["path"], self.name(index), reduced=reduced)
+
+    def name(self, index: int) -> str:
+        return f"{self.place}, row {index}"
+
+    def key(self, index: int) -> str:
+        return f"{self.images._fingerprint}/{index}"
+
+
+def read_hub(options: ImagesData) -> tuple[list[str], HubImages, HubImages | None]:
+    """The names of the classes, the rows to train on, and those to validate on if a split is named for it."""
+    dataset = _with_columns(options, options.split)
+    classes = options.classes or _classes(dataset, options)
+    if len(classes) < 2:
+        raise DataError(f"data.label_column: {options.label_column!r} of {options.dataset!r} has {len(classes)} class: "
+                        "to tell classes apart, it needs two or more")  # fmt: skip
+    train = _rows(dataset, options, options.split, classes)
+    if options.valid_split is None:
+        return classes, train, None
+    return classes, train, _rows(_with_columns(options, options.valid_split), options, options.valid_split, classes)
+
+
+def load_split(name: str, split: str) -> Dataset:
+    """The one place where the name of a data set is looked up."""
+    try:
+        import datasets
+    except ImportError:
+        raise MissingExtra.of("datasets", "images", "data.source: hub") from None
+    try:
+        return datasets.load_dataset(name, split=split)
+    except Exception as error:  # whatever a data set's own reader raises
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        raise DataError(
+            f"data.dataset: {name!r} (split {split!r}) is neither a folder that `datasets` can read nor found on the hub: "
+            f"{reason}"
+        ) from error
+
+
+def _with_columns(options: ImagesData, split: str) -> Dataset:
+    dataset = load_split(str(options.dataset), split)
+    for key, column in (("image_column", options.image_column), ("label_column", options.label_column)):
+        if column not in dataset.column_names:
+            raise DataError(
+                f"data.{key}: {options.dataset!r} has no column {column!r}; it has {', '.join(dataset.column_names)}"
+            )
+    return dataset
+
+
+def _classes(dataset: Dataset, options: ImagesData) -> list[str]:
+    """The names that the data set declares, or the values that there are, sorted."""
+    if names := getattr(dataset.features[options.label_column], "names", None):
+        return list(names)
+    return [str(value) for value in sorted({value for value in dataset[options.label_column] if _is_label(value)})]
+
+
+def _is_label(value: Any) -> bool:
+    return value is not None and value != -1 and value != ""
+
+
+def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str]) -> HubImages:
+    import datasets
+
+    place = f"{options.dataset} ({split})"
+    # A declared class, or a number where data.classes says what the numbers mean, is an index; all else is a name.
+    by_number = bool(getattr(dataset.features[options.label_column], "names", None) or options.classes)
+    labels = _labels(dataset[options.label_column], classes, by_number, place, options.label_column)
+    images = dataset.select_columns([options.image_column])
+    try:
+        images = images.cast_column(options.image_column, datasets.Image(decode=False))
+    except Exception as error:  # pyarrow and datasets raise several kinds
+        kind = dataset.features[options.image_column]
+        raise DataError(
+            f"data.image_column: {options.image_column!r} of {options.dataset!r} does not hold images, but {kind}"
+        ) from error
+    return HubImages(images, labels, options.image_column, place)
+
+
+def _labels(values: Sequence[Any], classes: list[str], by_number: bool, place: str, column: str) -> list[int]:
+    numbers = {name: number for number, name in enumerate(classes)}
+    labels: list[int] = []
+    for row, value in enumerate(values):
+        if not _is_label(value):
+            raise DataError(f"{place}, row {row} has no label ({column!r} is {value!r}): leave such rows out")
+        number = value if by_number and isinstance(value, int) else numbers.get(str(value), -1)
+        if not 0 <= number < len(classes):
+            raise DataError(f"{place}, row {row}: label {value!r} is not one of the {len(classes)} classes "
+                            f"({', '.join(classes[:5])}{', …' if len(classes) > 5 else ''})")  # fmt: skip
+        labels.append(number)
+    return labels

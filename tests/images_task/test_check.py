@@ -1,0 +1,188 @@
+"""Every image is looked at before training, once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from shardwise.config.images import ImagesData
+from shardwise.data.cache import cache_folder
+from shardwise.errors import DataError
+from shardwise.tasks.images import check
+from shardwise.tasks.images.check import check_images
+from shardwise.tasks.images.pictures import Pictures
+from shardwise.tasks.images.sources import load_images
+from shardwise.tasks.images.synthetic import Shapes
+from tests.images_task.made import write_images
+from tests.images_task.test_sources import own_hub_cache  # noqa: F401
+
+
+def pictures_in(root: Path) -> Pictures:
+    return load_images(ImagesData(source="folder", root=str(root)), 0, 32).train
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Every file is checked: none is held out."""
+    root = tmp_path / "root"
+    write_images(root / "train", {"cat": 3, "dog": 3}, ".jpg")
+    write_images(root / "valid", {"cat": 1})
+    return root
+
+
+def test_images_that_can_be_read_pass(root: Path) -> None:
+    check_images(pictures_in(root))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def _replace(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+
+def _deep() -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 40000, dtype=np.uint16)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_cut, "cannot be read as an image: image file is truncated"),
+        (
+            lambda file: _replace(file, b"<html>404</html>"),
+            "cannot be read as an image: not a kind of image that Pillow",
+        ),
+        (lambda file: _replace(file, b""), "cannot be read as an image: not a kind of image that Pillow"),
+        (lambda file: _replace(file, _deep()), r"has more than 8 bits per value \(mode I;16\); convert it"),
+    ],
+)
+@pytest.mark.parametrize("name", ["cat/1.jpg", "dog/2.jpg"])
+def test_a_file_that_is_no_whole_image_is_named(root: Path, spoil: Any, reason: str, name: str) -> None:
+    spoil(root / "train" / name)
+    with pytest.raises(
+        DataError, match=rf"^1 of 6 images cannot be used. Replace or remove them:\n  .*{name} .*{reason}"
+    ):
+        check_images(pictures_in(root))
+
+
+@pytest.mark.parametrize("ending", [".png", ".jpg", ".webp", ".gif", ".bmp", ".tiff"])
+def test_a_truncated_file_is_found_in_every_format(tmp_path: Path, ending: str) -> None:
+    root = tmp_path / "root"
+    write_images(root / "train", {"cat": 2, "dog": 1}, ending)
+    write_images(root / "valid", {"cat": 1})
+    check_images(pictures_in(root))
+    file = root / "train" / "cat" / f"1{ending}"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(DataError, match="1 of 3 images cannot be used"):
+        check_images(pictures_in(root))
+
+
+def test_many_bad_files_are_counted_and_the_first_are_named(root: Path) -> None:
+    for file in (root / "train").rglob("*.jpg"):
+        file.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"^6 of 6 images cannot be used") as caught:
+        check_images(pictures_in(root))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 7 and lines[-1] == "  and 1 more"
+
+
+def test_only_new_and_changed_files_are_looked_at_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+
+    def look() -> list[str]:
+        looked_at.clear()
+        pictures = pictures_in(root)
+        original = pictures.open
+        monkeypatch.setattr(
+            pictures,
+            "open",
+            lambda index, **options: looked_at.append(pictures.name(index)) or original(index, **options),
+        )
+        with contextlib.suppress(DataError):
+            check_images(pictures)
+        return sorted(Path(name).name for name in looked_at)
+
+    bad = root / "train" / "cat" / "1.jpg"
+    good = bad.read_bytes()
+    bad.write_bytes(b"nothing")
+    assert len(look()) == 6
+    assert look() == ["1.jpg"], "a bad file is looked at again, and only it"
+    bad.write_bytes(good)
+    assert look() == ["1.jpg"]
+    assert look() == []
+    os.utime(root / "train" / "dog" / "2.jpg", ns=(1, 1))
+    write_images(root / "train" / "dog", {"more": 1})
+    assert look() == ["0.png", "2.jpg"]
+
+
+def test_an_interrupted_check_leaves_no_half_file_and_keeps_what_it_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "AT_ONCE", 2)
+    pictures = pictures_in(root)
+    original = pictures.open
+
+    def interrupted(index: int, **options: Any) -> Image.Image:
+        if index == 4:
+            raise KeyboardInterrupt
+        return original(index, **options)
+
+    monkeypatch.setattr(pictures, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check_images(pictures)
+    (record,) = (cache_folder() / "images").iterdir()
+    assert len(np.load(record)) == 4
+
+
+def test_a_record_that_cannot_be_read_is_made_anew(root: Path) -> None:
+    check_images(pictures_in(root))
+    (record,) = (cache_folder() / "images").iterdir()
+    record.write_bytes(b"\x93NUMPY")
+    check_images(pictures_in(root))
+    assert len(np.load(record)) == 6
+
+
+def test_progress_is_told_while_many_images_are_checked(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(check, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(check, "AT_ONCE", 4)
+    with caplog.at_level(logging.INFO, "shardwise"):
+        check_images(pictures_in(root))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"checking {root}/train: 4 of 6 images are read",
+        f"checking {root}/train: 6 of 6 images are read",
+    ]
+
+
+def test_images_made_from_the_seed_need_no_check() -> None:
+    check_images(Shapes(0, 10, 5, 16))
+    assert not (cache_folder() / "images").exists()
+
+
+@pytest.mark.usefixtures("own_hub_cache")
+def test_rows_of_a_data_set_are_checked_and_a_changed_file_is_checked_again(tmp_path: Path) -> None:
+    place = write_images(tmp_path / "set" / "train", {"cat": 3, "dog": 3}, ".jpg").parent
+
+    def look() -> None:
+        images = load_images(ImagesData(source="hub", dataset=str(place), split="train", valid_split="train"), 0, 32)
+        check_images(images.train)
+
+    look()
+    (place / "train" / "dog" / "0.jpg").write_bytes(b"nothing")
+    with pytest.raises(
+        DataError, match=r"1 of 6 images cannot be used.*\n  .*set \(train\), row 3 cannot be read as an image"
+    ):
+        look()
