@@ -13,16 +13,21 @@ from pydantic import Field, ValidationError, create_model
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
 from shardwise.config.schema import Block, Config, DataBlock
+from shardwise.config.segmentation import SegmentationData, SegmentationModel
 from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
-BUILT_IN_TASKS = {"chess": "shardwise.tasks.chess:ChessTask"}
+BUILT_IN_TASKS = {
+    "chess": "shardwise.tasks.chess:ChessTask",
+    "segmentation": "shardwise.tasks.segmentation:SegmentationTask",
+}
 BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel}
+    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel},
+    "segmentation": {"data": SegmentationData, "model": SegmentationModel},
 }
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
-_LATER_TASKS = ("cells", "segmentation", "images")
+_LATER_TASKS = ("cells", "images")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -66,7 +71,8 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
     if task == OWN:
         return Config
     if str(task) in _LATER_TASKS:
-        raise ConfigError(f"{where}: task: {task} is not built yet. There is chess, and your own by import path")
+        there = ", ".join(BUILT_IN_TASKS)
+        raise ConfigError(f"{where}: task: {task} is not built yet. There is {there}, and your own by import path")
     blocks = BUILT_IN_BLOCKS.get(str(task)) or task_blocks(load_task_class(task, where))
     # An empty block as the default, checked like one in the file: a task's block may have keys that are needed.
     fields: dict[str, Any] = {}

@@ -1,0 +1,189 @@
+"""The segmentation task: Dice per sample to train with, Dice by class and pictures to look at."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Config
+from shardwise.config.segmentation import SegmentationData, SegmentationModel, metric_name
+from shardwise.errors import DataError
+from shardwise.tasks.base import Loss, Rows, Task
+from shardwise.tasks.segmentation.check import Facts, check_subjects, read_grid
+from shardwise.tasks.segmentation.dice import dice_scores, predicted, sample_losses
+from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks
+from shardwise.tasks.segmentation.overlays import SUBJECTS, draw_overlays, overlay_row
+from shardwise.tasks.segmentation.subjects import Split, find_subjects, read_dataset_json
+from shardwise.tasks.segmentation.synthetic import make_synthetic
+from shardwise.tasks.segmentation.transforms import shape_after
+from shardwise.tasks.segmentation.volumes import TrainVolumes, ValidVolumes, Volume, Volumes
+from shardwise.tasks.segmentation.windows import calls_for, predict_volumes
+
+
+class SegmentationTask(Task):
+    Data, Model = SegmentationData, SegmentationModel
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.data: SegmentationData = self.config.data
+        self.in_patches = self.data.spatial_mode == "patches"
+        self.unit = "patches" if self.in_patches else "samples"
+
+    @cached_property
+    def subjects(self) -> Split:
+        return find_subjects(self.data, self.config.seed)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Their names, background first."""
+        given = self.data.classes
+        if isinstance(given, list):
+            return given
+        if given is None and self.data.source == "msd":
+            return read_dataset_json(Path(str(self.data.root))).classes
+        count = given or 2
+        return ["background", "foreground"] if count == 2 else ["background", *(f"class_{n}" for n in range(1, count))]
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """What the network must take and give."""
+        x, y, z = self.data.size
+        return Shapes(self._in_channels(), 1 if len(self.classes) == 2 else len(self.classes), (x, y, z))
+
+    def _in_channels(self) -> int:
+        if self.data.in_channels is not None:
+            return self.data.in_channels
+        if self.data.source == "msd":
+            return read_dataset_json(Path(str(self.data.root))).channels
+        return 1 if self.data.source == "synthetic" else read_grid(self.subjects.train[0].image).channels
+
+    def prepare_data(self) -> None:
+        if self.data.source == "synthetic":
+            make_synthetic(self.data, self.config.seed)
+        facts = check_subjects(self.subjects.all, len(self.classes), self.shapes.in_channels)
+        self._check_foreground(facts)
+        if self.in_patches:
+            self._mind_small_volumes(facts)
+        check_network(self.config.model, self.shapes)
+
+    def _check_foreground(self, facts: list[Facts]) -> None:
+        """A model cannot learn what is nowhere, and Dice is not defined where there is nothing to find."""
+        trained, held_out = facts[: len(self.subjects.train)], facts[len(self.subjects.train) :]
+        for part, name in ((trained, "training"), (held_out, "validation")):
+            there = {value for each in part for value in each.values}
+            absent = [label for number, label in enumerate(self.classes) if number and number not in there]
+            if len(absent) == len(self.classes) - 1:
+                raise DataError(
+                    f"no label of the {len(part)} {name} subject(s) has any foreground, {self.subjects.all[0].label.parent} "
+                    "and others: are these the right labels?"
+                )
+            if absent:
+                logging.getLogger("shardwise").warning(f"no {name} subject has the class(es) {', '.join(absent)}")
+
+    def _mind_small_volumes(self, facts: list[Facts]) -> None:
+        shapes = [shape_after(each.image, self.data) for each in facts]
+        small = [
+            index
+            for index, shape in enumerate(shapes)
+            if any(a < b for a, b in zip(shape, self.data.size, strict=True))
+        ]
+        if small:
+            first = self.subjects.all[small[0]]
+            logging.getLogger("shardwise").info(
+                f"{len(small)} of {len(shapes)} volumes are smaller than data.size {self.data.size}, and are padded with "
+                f"zeros; {first.image} is {list(shapes[small[0]])}"
+            )
+
+    def train_data(self) -> TrainVolumes:
+        return TrainVolumes(Volumes(self.subjects.train, self.data))
+
+    def valid_data(self) -> ValidVolumes:
+        return ValidVolumes(Volumes(self.subjects.valid, self.data))
+
+    @cached_property
+    def _valid_shapes(self) -> list[tuple[int, int, int]]:
+        return [shape_after(read_grid(subject.image), self.data) for subject in self.subjects.valid]
+
+    @cached_property
+    def _calls(self) -> int:
+        """Model calls of a whole micro-batch of the largest volumes: every rank makes as many for any micro-batch."""
+        largest = max(calls_for(shape, self.data.size, self.data.sw_overlap) for shape in self._valid_shapes)
+        return largest * int(self.config.training.batch_size)
+
+    def build_model(self) -> nn.Module:
+        return build_network(self.config.model, self.shapes)
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return network_blocks(model)
+
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Training samples are lists of patches; validation volumes may differ in size, and stay apart then."""
+        if isinstance(samples[0], list):
+            patches: list[Volume] = [patch for sample in samples for patch in sample]
+            return {key: torch.stack([patch[key] for patch in patches]) for key in ("image", "mask")}
+        batch: dict[str, Any] = {key: torch.stack([each[key] for each in samples]) for key in ("index", "spacing")}
+        for key in ("image", "mask"):
+            volumes = [each[key].unsqueeze(0) for each in samples]
+            batch[key] = volumes if self.in_patches else torch.cat(volumes)
+        return batch
+
+    def count(self, batch: dict[str, Any]) -> int:
+        return len(batch["image"])
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        return self._loss(model(batch["image"]), batch["mask"])
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Loss | Rows]:
+        images, masks = batch["image"], batch["mask"]
+        if self.in_patches:
+            logits = predict_volumes(model, images, self.data.size, self.data.sw_overlap, self._calls)
+        else:
+            logits, images, masks = [part.split(1) for part in (model(images), images, masks)]
+        found = [predicted(each) for each in logits]
+        pairs = [dice_scores(each, mask, len(self.classes)) for each, mask in zip(found, masks, strict=True)]
+        scores, counted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        losses = [self._loss(each, mask) for each, mask in zip(logits, masks, strict=True)]
+        results: dict[str, Loss | Rows] = {
+            "loss": Loss(torch.stack([loss.sum for loss in losses]).sum(), sum(int(loss.count) for loss in losses))
+        }
+        for number, name in enumerate(self.classes[1:]):
+            results[metric_name(name)] = Loss(scores[:, number].sum(), counted[:, number].sum())
+        mean = (scores.sum(dim=1) / counted.sum(dim=1)).where(counted.any(dim=1), torch.nan)
+        drawn = [place for place, index in enumerate(batch["index"].tolist()) if index < SUBJECTS]
+        rows = [
+            overlay_row(batch["index"][place], images[place][0], masks[place][0], found[place][0], mean[place],
+                        batch["spacing"][place], self._frame)
+            for place in drawn
+        ]  # fmt: skip
+        return results | ({"overlays": _joined(rows)} if rows else {})
+
+    def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Dice over the foreground classes that could be measured."""
+        found = [metrics[metric_name(name)] for name in self.classes[1:] if metric_name(name) in metrics]
+        return {"dice": sum(found) / len(found) if found else math.nan}
+
+    def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
+        names = [subject.name for subject in self.subjects.valid]
+        draw_overlays(rows["overlays"], names, self.classes, pictures / f"step-{step:08d}-overlays.png", step)
+        return {}
+
+    @cached_property
+    def _frame(self) -> tuple[int, int]:
+        """Of a picture: as large as the largest slice that is drawn."""
+        drawn = self._valid_shapes[:SUBJECTS]
+        return max(shape[0] for shape in drawn), max(shape[1] for shape in drawn)
+
+    def _loss(self, logits: Tensor, mask: Tensor) -> Loss:
+        losses = sample_losses(logits, mask, cross_entropy=self.config.model.loss == "dice_ce")
+        return Loss(losses.sum(), len(losses))
+
+
+def _joined(rows: list[Rows]) -> Rows:
+    columns = {name: torch.cat([row.columns[name] for row in rows]) for name in rows[0].columns}
+    return Rows(torch.cat([row.keys for row in rows]), columns)
