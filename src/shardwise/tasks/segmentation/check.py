@@ -48,8 +48,9 @@ class Facts:
     """Those that occur in the label, the first MANY_VALUES of them."""
 
 
-def check_subjects(subjects: list[Subject], classes: int, channels: int) -> list[Facts]:
-    """The facts of every subject, or one error that names what is wrong with which file."""
+def check_subjects(subjects: list[Subject], classes: int, channels: int | None) -> list[Facts]:
+    """The facts of every subject, or one error that names what is wrong with which file. Without `channels`, all
+    images must have as many as the first."""
     facts: list[Facts] = []
     problems: list[str] = []
     for subject, found in zip(subjects, _inspected(subjects), strict=True):
@@ -57,7 +58,7 @@ def check_subjects(subjects: list[Subject], classes: int, channels: int) -> list
             problems.append(str(found))
         else:
             facts.append(found)
-            problems += _problems(subject, found, classes, channels)
+            problems += _problems(subject, found, classes, channels or facts[0].image.channels)
     if problems:
         raise several(problems)
     return facts
@@ -78,7 +79,7 @@ def _inspected(subjects: list[Subject]) -> Iterator[Facts | DataError]:
     log = logging.getLogger("shardwise")
     began = told = time.monotonic()
     # Threads: unpacking is most of the work, and zlib does it outside Python's lock.
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         for done, found in enumerate(pool.map(_remembered, subjects), start=1):
             yield found
             now = time.monotonic()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +26,11 @@ class Shapes:
 
 def build_network(options: SegmentationModel, shapes: Shapes) -> nn.Module:
     kind = _kind(options.name)
-    accepted = [name for name in inspect.signature(kind).parameters if name not in ("args", "kwargs")]
-    given = {
-        "spatial_dims": 3,
-        "in_channels": shapes.in_channels,
-        "out_channels": shapes.out_channels,
-        "img_size": list(shapes.size),
-    }
-    arguments = {name: value for name, value in given.items() if name in accepted} | options.args
-    if unknown := [name for name in options.args if name not in accepted]:
-        nearest = difflib.get_close_matches(unknown[0], accepted, n=1)
-        hint = f" Nearest: {nearest[0]}." if nearest else ""
-        raise ConfigError(f"model.args: {options.name} takes no {unknown[0]!r}.{hint} It takes {', '.join(accepted)}")
-    parameters = inspect.signature(kind).parameters
-    if missing := [name for name in accepted if parameters[name].default is inspect.Parameter.empty and
-                   name not in arguments]:  # fmt: skip
-        raise ConfigError(f"model.args: {options.name} also needs {', '.join(missing)}")
+    arguments = _arguments(options, shapes, inspect.signature(kind).parameters)
     try:
         return kind(**arguments)
-    except (ImportError, RuntimeError) as error:
-        # On the meta device a network that looks at its own numbers fails with a RuntimeError, which is no user's fault.
+    except RuntimeError as error:
+        # On the meta device a network that looks at its own numbers fails, and it is not the arguments' fault.
         if torch.get_default_device().type == "meta":
             raise
         raise _refused(options.name, error) from error
@@ -54,7 +41,8 @@ def build_network(options: SegmentationModel, shapes: Shapes) -> nn.Module:
 def check_network(options: SegmentationModel, shapes: Shapes) -> None:
     """Tried once on PyTorch's meta device, where shapes are computed and numbers are not: it takes milliseconds."""
     network = _on_meta(options, shapes)
-    image = torch.empty(1, shapes.in_channels, *shapes.size, device="meta")
+    # Two, because batch norm refuses a single value per channel; how many there will be is not the network's matter.
+    image = torch.empty(2, shapes.in_channels, *shapes.size, device="meta")
     sides = "×".join(map(str, shapes.size))
     try:
         with torch.no_grad():
@@ -66,11 +54,12 @@ def check_network(options: SegmentationModel, shapes: Shapes) -> None:
         raise ConfigError(
             f"data.size: {options.name} cannot take volumes of {sides} voxels.{_advice(options, shapes)} MONAI says: {reason}"
         ) from error
-    wanted = (1, shapes.out_channels, *shapes.size)
-    if not isinstance(found, Tensor) or tuple(found.shape) != wanted:
-        got = f"a tensor of {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    wanted = (shapes.out_channels, *shapes.size)
+    if not isinstance(found, Tensor) or tuple(found.shape[1:]) != wanted:
+        got = f"a tensor of {tuple(found.shape[1:])}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise ConfigError(
-            f"model.name: {options.name} gives {got} where {wanted} is needed: with these arguments it does not segment"
+            f"model.name: {options.name} gives {got} where {wanted} is needed (channels, then voxels): with these arguments "
+            "it does not segment"
         )
 
 
@@ -95,6 +84,27 @@ def _kind(name: str) -> type[nn.Module]:
     near = difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.5)
     names = [by_lower[match] for match in near] or ["SegResNet", "SwinUNETR", "UNet", "DynUNet"]
     raise ConfigError(f"model.name: MONAI has no network {name!r}. Nearest: {', '.join(names)}")
+
+
+def _arguments(
+    options: SegmentationModel, shapes: Shapes, parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, Any]:
+    accepted = [name for name in parameters if name not in ("args", "kwargs")]
+    if unknown := [name for name in options.args if name not in accepted]:
+        near = difflib.get_close_matches(unknown[0], accepted, n=1)
+        hint = f" Nearest: {near[0]}." if near else ""
+        raise ConfigError(f"model.args: {options.name} takes no {unknown[0]!r}.{hint} It takes {', '.join(accepted)}")
+    from_data = {
+        "spatial_dims": 3,
+        "in_channels": shapes.in_channels,
+        "out_channels": shapes.out_channels,
+        "img_size": list(shapes.size),
+    }
+    arguments = {name: value for name, value in from_data.items() if name in accepted} | options.args
+    needed = [name for name in accepted if parameters[name].default is inspect.Parameter.empty]
+    if missing := [name for name in needed if name not in arguments]:
+        raise ConfigError(f"model.args: {options.name} also needs {', '.join(missing)}")
+    return arguments
 
 
 def _networks() -> dict[str, type[nn.Module]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,19 @@ class SegmentationTask(Task):
     def shapes(self) -> Shapes:
         """What the network must take and give."""
         x, y, z = self.data.size
-        return Shapes(self._in_channels(), 1 if len(self.classes) == 2 else len(self.classes), (x, y, z))
+        channels = self._known_channels() or read_grid(self.subjects.train[0].image).channels
+        return Shapes(channels, 1 if len(self.classes) == 2 else len(self.classes), (x, y, z))
 
-    def _in_channels(self) -> int:
-        if self.data.in_channels is not None:
-            return self.data.in_channels
-        if self.data.source == "msd":
+    def _known_channels(self) -> int | None:
+        """Of an image; None where only the images know."""
+        if self.data.in_channels is None and self.data.source == "msd":
             return read_dataset_json(Path(str(self.data.root))).channels
-        return 1 if self.data.source == "synthetic" else read_grid(self.subjects.train[0].image).channels
+        return 1 if self.data.in_channels is None and self.data.source == "synthetic" else self.data.in_channels
 
     def prepare_data(self) -> None:
         if self.data.source == "synthetic":
             make_synthetic(self.data, self.config.seed)
-        facts = check_subjects(self.subjects.all, len(self.classes), self.shapes.in_channels)
+        facts = check_subjects(self.subjects.all, len(self.classes), self._known_channels())
         self._check_foreground(facts)
         if self.in_patches:
             self._mind_small_volumes(facts)
@@ -74,14 +75,15 @@ class SegmentationTask(Task):
 
     def _check_foreground(self, facts: list[Facts]) -> None:
         """A model cannot learn what is nowhere, and Dice is not defined where there is nothing to find."""
-        trained, held_out = facts[: len(self.subjects.train)], facts[len(self.subjects.train) :]
-        for part, name in ((trained, "training"), (held_out, "validation")):
-            there = {value for each in part for value in each.values}
+        parts = {"training": self.subjects.train, "validation": self.subjects.valid}
+        remaining = iter(facts)
+        for name, subjects in parts.items():
+            there = {value for each in islice(remaining, len(subjects)) for value in each.values}
             absent = [label for number, label in enumerate(self.classes) if number and number not in there]
             if len(absent) == len(self.classes) - 1:
                 raise DataError(
-                    f"no label of the {len(part)} {name} subject(s) has any foreground, {self.subjects.all[0].label.parent} "
-                    "and others: are these the right labels?"
+                    f"none of the {len(subjects)} {name} labels has any foreground, {subjects[0].label} for example: "
+                    "are these the right files?"
                 )
             if absent:
                 logging.getLogger("shardwise").warning(f"no {name} subject has the class(es) {', '.join(absent)}")

@@ -32,7 +32,8 @@ def fixed_transforms(options: SegmentationData) -> Compose:
     elif options.normalize != "none":
         steps.append(monai.NormalizeIntensityd("image", channel_wise=True))
     if options.spatial_mode == "resize":
-        steps.append(monai.Resized(KEYS, spatial_size=options.size, mode=("trilinear", "nearest")))
+        # nearest-exact: plain nearest takes the voxel before, and the mask would lie half a voxel beside its image.
+        steps.append(monai.Resized(KEYS, spatial_size=options.size, mode=("trilinear", "nearest-exact")))
     return monai.Compose(steps)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwise.config.segmentation import SegmentationData
 from shardwise.data.cache import cache_folder, made_once
+from shardwise.errors import DataError
 from shardwise.tasks.segmentation.check import stamp
 from shardwise.tasks.segmentation.subjects import Subject
 from shardwise.tasks.segmentation.transforms import fixed_transforms, random_transforms
@@ -58,9 +59,14 @@ class Volumes:
         return cache_folder() / "segmentation" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.pt"
 
     def _transformed(self, subject: Subject) -> Volume:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="monai")
+        try:
             made = self.transforms({"image": str(subject.image), "mask": str(subject.label)})
+        except Exception as error:
+            # MONAI's own message names the transform; what went wrong stands in the error that caused it.
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise DataError(f"{subject.image} or its label cannot be read: {type(cause).__name__}: {cause}") from error
         return {
             "image": made["image"].as_tensor().float().contiguous(),
             "mask": made["mask"].as_tensor().round().to(torch.uint8).contiguous(),
