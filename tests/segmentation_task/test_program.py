@@ -1,0 +1,53 @@
+"""`shardwise train` and `shardwise export`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cli.program import shardwise
+from tests.conftest import REPOSITORY
+from tests.segmentation_task.files import write_folder
+
+TREE = f"{REPOSITORY}:{REPOSITORY / 'src'}"
+SMALL = ["--set", "data.num_subjects=6", "--set", "data.volume_size=[20, 20, 16]", "--set", "data.size=[16, 16, 16]",
+         "--set", "training.max_steps=3", "--set", "training.batch_size=1"]  # fmt: skip
+
+
+def run(folder: Path, *arguments: str) -> Any:
+    return shardwise(folder, *arguments, PYTHONPATH=TREE, SHARDWISE_CACHE=str(folder / "cache"))
+
+
+def test_the_tiny_config_trains_and_its_weights_load_into_monais_network(tmp_path: Path) -> None:
+    from monai.networks.nets import SegResNet
+    from safetensors.torch import load_file
+
+    done = run(tmp_path, "train", str(REPOSITORY / "configs" / "segmentation-tiny.yaml"), *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "dice lesion" in done.stdout and "making 6 synthetic volumes in" in done.stdout
+    folder = tmp_path / "runs" / "segmentation-tiny"
+    assert json.loads((folder / "run.json").read_text())["world"] == 2
+    assert {"step-00000000-overlays.png", "step-00000003-overlays.png"} <= {
+        f.name for f in (folder / "pictures").iterdir()
+    }
+    done = run(tmp_path, "export", str(folder), "--to", "model")
+    assert done.returncode == 0, done.stderr
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    network = SegResNet(in_channels=1, out_channels=1, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1))
+    start = {name: value.clone() for name, value in network.state_dict().items()}
+    network.load_state_dict(exported)
+    assert any(not torch.equal(start[name], value) for name, value in exported.items())
+
+
+def test_bad_files_end_the_program_with_the_message_and_no_run(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data", train=2, valid=1)
+    broken = root / "train" / "train-1" / "img.nii.gz"
+    broken.write_bytes(broken.read_bytes()[:100])
+    (tmp_path / "a.yaml").write_text("task: segmentation\ndata: {source: folder, root: data}\n")
+    done = run(tmp_path, "train", "a.yaml")
+    assert done.returncode == 2
+    assert "error: data/train/train-1/img.nii.gz is damaged or no NIfTI file" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "runs" / "a" / "checkpoints").exists()
