@@ -10,7 +10,6 @@ import torch
 
 from tests.cli.program import shardwise
 from tests.conftest import REPOSITORY
-from tests.segmentation_task.files import write_folder
 
 TREE = f"{REPOSITORY}:{REPOSITORY / 'src'}"
 SMALL = ["--set", "data.num_subjects=6", "--set", "data.volume_size=[20, 20, 16]", "--set", "data.size=[16, 16, 16]",
@@ -40,14 +39,3 @@ def test_the_tiny_config_trains_and_its_weights_load_into_monais_network(tmp_pat
     start = {name: value.clone() for name, value in network.state_dict().items()}
     network.load_state_dict(exported)
     assert any(not torch.equal(start[name], value) for name, value in exported.items())
-
-
-def test_bad_files_end_the_program_with_the_message_and_no_run(tmp_path: Path) -> None:
-    root = write_folder(tmp_path / "data", train=2, valid=1)
-    broken = root / "train" / "train-1" / "img.nii.gz"
-    broken.write_bytes(broken.read_bytes()[:100])
-    (tmp_path / "a.yaml").write_text("task: segmentation\ndata: {source: folder, root: data}\n")
-    done = run(tmp_path, "train", "a.yaml")
-    assert done.returncode == 2
-    assert "error: data/train/train-1/img.nii.gz is damaged or no NIfTI file" in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "runs" / "a" / "checkpoints").exists()

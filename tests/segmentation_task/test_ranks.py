@@ -12,7 +12,7 @@ import pytest
 from shardwise.config import load_config
 from tests.conftest import REPOSITORY
 from tests.distributed import work
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankFailure, RankPool
 from tests.distributed.test_parity import assert_same_curve
 from tests.segmentation_task.files import write_folder, write_msd, write_subject
 
@@ -63,6 +63,16 @@ def test_two_ranks_give_the_numbers_of_one(run: Any, mode: list[str]) -> None:
         ):
             assert_same_curve(rank, one)
             assert rank["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+
+
+def test_a_bad_file_ends_every_rank_with_the_message_and_leaves_no_run(ranks: RankPool, tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "data", train=2, valid=1)
+    broken = root / "train" / "train-1" / "img.nii.gz"
+    broken.write_bytes(broken.read_bytes()[:100])
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(2, work.run_fit, CONFIG, [f"data.root={root}", "name=bad"], str(tmp_path))
+    assert str(caught.value).count(f"DataError: {broken} is damaged or no NIfTI file") == 2
+    assert not (tmp_path / "runs" / "bad").exists()
 
 
 def fit_file(name: str, overrides: list[str], folder: str, cache: str) -> dict[str, Any]:
