@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config import Block, Config, DataBlock, load_config, parse_config
 from shardwise.config.explain import models_in
-from shardwise.config.load import _LATER_TASKS, config_class, load_task_class, task_blocks
+from shardwise.config.load import _LATER_TASKS, BUILT_IN_TASKS, config_class, load_task_class, task_blocks
 from shardwise.config.schema import _LATER
 from shardwise.errors import ConfigError
 
@@ -300,8 +300,8 @@ def test_a_value_that_is_not_built_yet_is_refused_with_what_to_use_instead(value
 @pytest.mark.parametrize("task", _LATER_TASKS)
 def test_a_task_that_is_not_built_yet_is_refused_with_what_there_is(task: str) -> None:
     message = complaint(f"task: {task}\n")
-    assert (
-        message == f"my.yaml: task: {task} is not built yet. There is chess, segmentation, and your own by import path"
+    assert message == (
+        f"my.yaml: task: {task} is not built yet. There is {', '.join(BUILT_IN_TASKS)}, and your own by import path"
     )
 
 
@@ -477,7 +477,7 @@ def test_a_task_that_is_neither_built_in_nor_an_import_path_is_told_the_two_form
     message = complaint(f"task: {task!r}" if ":" in task else f"task: {task}")
     shown = {"5": "5", "null": "None"}.get(task, repr(task))
     assert message == (
-        f"my.yaml: task: {shown} is neither a built-in task (chess) nor an import path. "
+        f"my.yaml: task: {shown} is neither a built-in task ({', '.join(BUILT_IN_TASKS)}) nor an import path. "
         "Your own is written as module:Class, for example mypackage.tasks:MyTask"
     )
 

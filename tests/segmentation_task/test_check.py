@@ -203,6 +203,15 @@ def test_a_changed_file_is_read_again_and_other_settings_judge_the_same_facts(ro
     assert reads == []
 
 
+def test_facts_that_were_cut_off_are_found_again(root: Path, reads: list[str]) -> None:
+    folder_task(root).prepare_data()
+    reads.clear()
+    for file in (cache_folder() / "segmentation" / "checked").iterdir():
+        file.write_text(file.read_text()[:30])
+    folder_task(root).prepare_data()
+    assert sorted(reads) == ["train-0", "train-1", "valid-0"]
+
+
 def test_a_bad_file_leaves_nothing_half_written(root: Path) -> None:
     image_of(root).write_bytes(image_of(root).read_bytes()[:500])
     complaint(root)

@@ -86,6 +86,7 @@ def test_the_decathlon_config_trains_scaled_down(ranks: RankPool, tmp_path: Path
     file = "segmentation-msd.yaml"
     assert load_config(REPOSITORY / "configs" / file).model.model_dump()["args"]["feature_size"] == 48
     small = ["data.size=[64, 32, 32]", "data.spacing=[1, 1, 1]", "data.num_workers=0", "training.max_steps=2",
+             "training.eval_every_n_steps=2", "data.patches_per_volume=1",
              "training.logger=none", "data.intensity_window=[0, 4]", "name=msd", "data.valid_fraction=0.5",
              "model.args={feature_size: 12, use_checkpoint: true, depths: [1, 1, 1, 1]}"]  # fmt: skip
     outcome = ranks.run(2, fit_file, file, small, str(tmp_path), str(tmp_path / "cache"))[0]
@@ -94,7 +95,7 @@ def test_the_decathlon_config_trains_scaled_down(ranks: RankPool, tmp_path: Path
     assert outcome["after"]["loss"] < outcome["before"]["loss"]
     assert "volumes are smaller than data.size [64, 32, 32], and are padded with zeros" in outcome["output"]
     pictures = sorted(file.name for file in (tmp_path / "runs" / "msd" / "pictures").iterdir())
-    assert pictures == [f"step-0000000{step}-overlays.png" for step in (0, 1, 2)]
+    assert pictures == [f"step-0000000{step}-overlays.png" for step in (0, 2)]
 
 
 def test_the_pictures_of_two_ranks_are_drawn_once_in_the_order_of_the_subjects(ranks: RankPool, tmp_path: Path) -> None:

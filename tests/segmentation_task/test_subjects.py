@@ -127,6 +127,7 @@ def test_a_subject_that_is_linked_into_both_parts_is_refused(tmp_path: Path) -> 
         ({"labels": {"1": "liver"}}, '"labels" must name the classes from "0" (background) on without gaps'),
         ({"labels": {"0": "background", "2": "liver"}}, "without gaps"),
         ({"labels": {"background": 0, "liver": 1}}, "without gaps"),
+        ({"labels": {"0": "b", "1": "a b", "2": "a-b"}}, "dice_a_b would name two metrics; give every class"),
     ],
 )
 def test_a_dataset_json_with_something_missing_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("shape", [(16, 16, 16), (8, 20, 16), (33, 17, 40), (5, 5, 5), (64, 16, 16)])
 def test_the_number_of_calls_is_known_beforehand(shape: tuple[int, int, int], overlap: float) -> None:
     model = Counting()
-    predict_volumes(model, [torch.zeros(1, 1, *shape)], (16, 16, 16), overlap, calls=0)
+    list(predict_volumes(model, [torch.zeros(1, 1, *shape)], (16, 16, 16), overlap, calls=0))
     assert model.calls == calls_for(shape, (16, 16, 16), overlap)
 
 
@@ -32,7 +32,7 @@ def test_the_model_is_called_as_often_for_small_volumes_as_for_large_ones() -> N
     calls = 2 * calls_for((40, 33, 20), (16, 16, 16), 0.25)
     for images in ([small], [large], [small, large], [large, large]):
         model = Counting()
-        predicted = predict_volumes(model, images, (16, 16, 16), 0.25, calls)
+        predicted = list(predict_volumes(model, images, (16, 16, 16), 0.25, calls))
         assert model.calls == calls
         for image, prediction in zip(images, predicted, strict=True):
             torch.testing.assert_close(prediction, image)

@@ -86,16 +86,17 @@ class SegmentationData(DataBlock):
         if self.spatial_mode == "resize" and self.patches_per_volume > 1:
             raise ValueError("patches_per_volume is used with spatial_mode: patches, but spatial_mode is resize")
         if isinstance(self.classes, list):
-            self._check_names(self.classes)
+            check_class_names(self.classes)
         return self
 
-    @staticmethod
-    def _check_names(names: list[str]) -> None:
-        if not 2 <= len(names) <= 255:
-            raise ValueError(f"classes: {len(names)} name(s); give 2 to 255, background first")
-        metrics = [metric_name(name) for name in names]
-        if twice := sorted({name for name in metrics if metrics.count(name) > 1}):
-            raise ValueError(f"classes: {', '.join(twice)} would name two metrics; give every class a name of its own")
+
+def check_class_names(names: list[str]) -> None:
+    """Raises ValueError where they cannot be told apart."""
+    if not 2 <= len(names) <= 255:
+        raise ValueError(f"classes: {len(names)} name(s); give 2 to 255, background first")
+    metrics = [metric_name(name) for name in names]
+    if twice := sorted({name for name in metrics if metrics.count(name) > 1}):
+        raise ValueError(f"classes: {', '.join(twice)} would name two metrics; give every class a name of its own")
 
 
 def metric_name(class_name: str) -> str:

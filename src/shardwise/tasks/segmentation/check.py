@@ -97,7 +97,11 @@ def _remembered(subject: Subject) -> Facts | DataError:
         key = json.dumps([VERSION, stamp(subject.image, subject.label)])
         file = cache_folder() / "segmentation" / "checked" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         made_once(file, lambda aside: _write(aside, inspect_files(subject)))
-        return _read(file)
+        try:
+            return _read(file)
+        except (ValueError, KeyError, TypeError):  # a disk that was full, a machine that lost power
+            file.unlink(missing_ok=True)
+            return inspect_files(subject)
     except DataError as error:
         return error
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.config.seeds import Purpose
-from shardwise.config.segmentation import SegmentationData
+from shardwise.config.segmentation import SegmentationData, check_class_names
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_subjects
 
@@ -136,7 +136,12 @@ def _class_names(file: Path, labels: Any) -> list[str]:
     numbers = [int(key) for key in labels if key.isdigit()] if isinstance(labels, dict) else []
     if len(numbers) < 2 or sorted(numbers) != list(range(len(numbers))):
         raise DataError(f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}')
-    return [str(labels[str(number)]) for number in range(len(numbers))]
+    names = [str(labels[str(number)]) for number in range(len(numbers))]
+    try:
+        check_class_names(names)
+    except ValueError as error:
+        raise DataError(f'{file}: "labels": {error}; or set data.classes') from None
+    return names
 
 
 def _hold_out(subjects: list[Subject], share: float, seed: int) -> Split:

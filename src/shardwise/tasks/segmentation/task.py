@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -108,16 +109,6 @@ class SegmentationTask(Task):
     def valid_data(self) -> ValidVolumes:
         return ValidVolumes(Volumes(self.subjects.valid, self.data))
 
-    @cached_property
-    def _valid_shapes(self) -> list[tuple[int, int, int]]:
-        return [shape_after(read_grid(subject.image), self.data) for subject in self.subjects.valid]
-
-    @cached_property
-    def _calls(self) -> int:
-        """Model calls of a whole micro-batch of the largest volumes: every rank makes as many for any micro-batch."""
-        largest = max(calls_for(shape, self.data.size, self.data.sw_overlap) for shape in self._valid_shapes)
-        return largest * int(self.config.training.batch_size)
-
     def build_model(self) -> nn.Module:
         return build_network(self.config.model, self.shapes)
 
@@ -131,8 +122,8 @@ class SegmentationTask(Task):
             return {key: torch.stack([patch[key] for patch in patches]) for key in ("image", "mask")}
         batch: dict[str, Any] = {key: torch.stack([each[key] for each in samples]) for key in ("index", "spacing")}
         for key in ("image", "mask"):
-            volumes = [each[key].unsqueeze(0) for each in samples]
-            batch[key] = volumes if self.in_patches else torch.cat(volumes)
+            volumes = [each[key] for each in samples]
+            batch[key] = volumes if self.in_patches else torch.stack(volumes)
         return batch
 
     def count(self, batch: dict[str, Any]) -> int:
@@ -142,28 +133,36 @@ class SegmentationTask(Task):
         return self._loss(model(batch["image"]), batch["mask"])
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Loss | Rows]:
-        images, masks = batch["image"], batch["mask"]
-        if self.in_patches:
-            logits = predict_volumes(model, images, self.data.size, self.data.sw_overlap, self._calls)
-        else:
-            logits, images, masks = [part.split(1) for part in (model(images), images, masks)]
-        found = [predicted(each) for each in logits]
-        pairs = [dice_scores(each, mask, len(self.classes)) for each, mask in zip(found, masks, strict=True)]
-        scores, counted = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        losses = [self._loss(each, mask) for each, mask in zip(logits, masks, strict=True)]
-        results: dict[str, Loss | Rows] = {
-            "loss": Loss(torch.stack([loss.sum for loss in losses]).sum(), sum(int(loss.count) for loss in losses))
-        }
+        losses, scores, counted, rows = [], [], [], []
+        # One volume after the other: the logits of a whole scan are large.
+        for place, logits in enumerate(self._predictions(model, batch["image"])):
+            image, mask = batch["image"][place], batch["mask"][place]
+            prediction = predicted(logits)
+            score, there = dice_scores(prediction, mask.unsqueeze(0), len(self.classes))
+            losses.append(self._loss(logits, mask.unsqueeze(0)).sum)
+            scores.append(score)
+            counted.append(there)
+            key, spacing = batch["index"][place], batch["spacing"][place]
+            if int(key) < SUBJECTS:
+                rows.append(overlay_row(key, image, mask, prediction[0], score[there].mean(), spacing, self._frame))
+        results: dict[str, Loss | Rows] = {"loss": Loss(torch.stack(losses).sum(), len(losses))}
         for number, name in enumerate(self.classes[1:]):
-            results[metric_name(name)] = Loss(scores[:, number].sum(), counted[:, number].sum())
-        mean = (scores.sum(dim=1) / counted.sum(dim=1)).where(counted.any(dim=1), torch.nan)
-        drawn = [place for place, index in enumerate(batch["index"].tolist()) if index < SUBJECTS]
-        rows = [
-            overlay_row(batch["index"][place], images[place][0], masks[place][0], found[place][0], mean[place],
-                        batch["spacing"][place], self._frame)
-            for place in drawn
-        ]  # fmt: skip
+            sums, counts = (torch.cat(parts)[:, number].sum() for parts in (scores, counted))
+            results[metric_name(name)] = Loss(sums, counts)
         return results | ({"overlays": _joined(rows)} if rows else {})
+
+    def _predictions(self, model: nn.Module, images: Any) -> Iterator[Tensor]:
+        """The logits of each volume, [1, channels, x, y, z]."""
+        if not self.in_patches:
+            return iter(model(images).split(1))
+        whole = [image.unsqueeze(0) for image in images]
+        return predict_volumes(model, whole, self.data.size, self.data.sw_overlap, self._calls)
+
+    @cached_property
+    def _calls(self) -> int:
+        """Model calls of a whole micro-batch of the largest volumes: every rank makes as many for any micro-batch."""
+        largest = max(calls_for(shape, self.data.size, self.data.sw_overlap) for shape in self._valid_shapes)
+        return largest * int(self.config.training.batch_size)
 
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Dice over the foreground classes that could be measured."""
@@ -180,6 +179,10 @@ class SegmentationTask(Task):
         """Of a picture: as large as the largest slice that is drawn."""
         drawn = self._valid_shapes[:SUBJECTS]
         return max(shape[0] for shape in drawn), max(shape[1] for shape in drawn)
+
+    @cached_property
+    def _valid_shapes(self) -> list[tuple[int, int, int]]:
+        return [shape_after(read_grid(subject.image), self.data) for subject in self.subjects.valid]
 
     def _loss(self, logits: Tensor, mask: Tensor) -> Loss:
         losses = sample_losses(logits, mask, cross_entropy=self.config.model.loss == "dice_ce")

@@ -7,7 +7,7 @@ rank with small volumes calls the model some more times, on nothing, or the othe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ WINDOWS_PER_CALL = 4
 
 def predict_volumes(
     model: nn.Module, images: Sequence[Tensor], size: Sequence[int], overlap: float, calls: int
-) -> list[Tensor]:
-    """Logits for each image [1, channels, x, y, z]; the model is called `calls` times in all."""
+) -> Iterator[Tensor]:
+    """Logits of one image [1, channels, x, y, z] after the other. By the end, the model has been called `calls` times."""
     from monai.inferers import sliding_window_inference
 
     made = 0
@@ -28,14 +28,11 @@ def predict_volumes(
         made += 1
         return model(windows)
 
-    logits = [
-        sliding_window_inference(image, tuple(size), WINDOWS_PER_CALL, predict, overlap=overlap, mode="gaussian")
-        for image in images
-    ]
+    for image in images:
+        yield sliding_window_inference(image, size, WINDOWS_PER_CALL, predict, overlap=overlap, mode="gaussian")
     nothing = torch.zeros(1, images[0].shape[1], *size, device=images[0].device)
     for _ in range(calls - made):
         model(nothing)
-    return logits
 
 
 def calls_for(shape: Sequence[int], size: Sequence[int], overlap: float) -> int:
