@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from shardwise.cli import main
 from tests.cli.program import shardwise
 from tests.conftest import REPOSITORY
 
@@ -16,15 +16,12 @@ SMALL = ["--set", "data.num_subjects=6", "--set", "data.volume_size=[20, 20, 16]
          "--set", "training.max_steps=3", "--set", "training.batch_size=1"]  # fmt: skip
 
 
-def run(folder: Path, *arguments: str) -> Any:
-    return shardwise(folder, *arguments, PYTHONPATH=TREE, SHARDWISE_CACHE=str(folder / "cache"))
-
-
 def test_the_tiny_config_trains_and_its_weights_load_into_monais_network(tmp_path: Path) -> None:
     from monai.networks.nets import SegResNet
     from safetensors.torch import load_file
 
-    done = run(tmp_path, "train", str(REPOSITORY / "configs" / "segmentation-tiny.yaml"), *SMALL)
+    config = str(REPOSITORY / "configs" / "segmentation-tiny.yaml")
+    done = shardwise(tmp_path, "train", config, *SMALL, PYTHONPATH=TREE, SHARDWISE_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "dice lesion" in done.stdout and "making 6 synthetic volumes in" in done.stdout
     folder = tmp_path / "runs" / "segmentation-tiny"
@@ -32,8 +29,7 @@ def test_the_tiny_config_trains_and_its_weights_load_into_monais_network(tmp_pat
     assert {"step-00000000-overlays.png", "step-00000003-overlays.png"} <= {
         f.name for f in (folder / "pictures").iterdir()
     }
-    done = run(tmp_path, "export", str(folder), "--to", "model")
-    assert done.returncode == 0, done.stderr
+    assert main(["export", str(folder), "--to", str(tmp_path / "model")]) == 0
     exported = load_file(tmp_path / "model" / "model.safetensors")
     network = SegResNet(in_channels=1, out_channels=1, init_filters=8, blocks_down=(1, 1, 1), blocks_up=(1, 1))
     start = {name: value.clone() for name, value in network.state_dict().items()}
