@@ -45,14 +45,18 @@ def draw_overlays(rows: Rows, names: Sequence[str], classes: Sequence[str], file
     patient's right is on the left, the front is up."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     number = len(rows.keys)
-    figure = Figure(figsize=(9.0, 3.1 * number + 0.8), layout="constrained")  # no pyplot: it keeps figures alive
+    figure = Figure(
+        figsize=(9.0, 3.1 * number + 0.8), layout=ConstrainedLayoutEngine(h_pad=0.08)
+    )  # no pyplot: it keeps figures alive
     FigureCanvasAgg(figure)
     axes = figure.subplots(number, 3, squeeze=False)
     for line, key in enumerate(rows.keys.tolist()):
         row = {name: column[line] for name, column in rows.columns.items()}
         _draw_subject(axes[line], names[key], row, len(classes))
+    axes[-1][0].set_xlabel("R ← → L", fontsize=8)
     figure.suptitle(f"step {step}")
     figure.legend(handles=_legend(classes), loc="outside lower center", ncols=min(6, len(classes) - 1), frameon=False)
     file.unlink(missing_ok=True)  # of the same step, before the run was interrupted
@@ -60,25 +64,24 @@ def draw_overlays(rows: Rows, names: Sequence[str], classes: Sequence[str], file
 
 
 def _draw_subject(axes: Any, name: str, row: dict[str, Tensor], classes: int) -> None:
-    x, y, depth, slices = row["place"].tolist()
+    x, y, depth, depths = row["place"].tolist()
     score = float(row["dice"])
     titles = (
-        f"{name}, slice {depth + 1} of {slices}",
+        f"{name}, slice {depth + 1} of {depths}",
         "truth",
         f"prediction, Dice {score:.2f}" if score == score else "prediction, no foreground",
     )
     # Arrays are [right, front]; a picture is [down, right].
-    slices_ = {key: row[key][:x, :y].flip((0, 1)).T.numpy() for key in ("image", "truth", "prediction")}
+    shown = {key: row[key][:x, :y].flip((0, 1)).T.numpy() for key in ("image", "truth", "prediction")}
     aspect = float(row["spacing"][1] / row["spacing"][0])
     low, high = (float(bound) for bound in torch.quantile(row["image"][:x, :y].flatten(), torch.tensor([0.01, 0.99])))
-    for axis, title, overlay in zip(axes, titles, (None, slices_["truth"], slices_["prediction"]), strict=True):
-        axis.imshow(slices_["image"], cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=aspect)
+    for axis, title, overlay in zip(axes, titles, (None, shown["truth"], shown["prediction"]), strict=True):
+        axis.imshow(shown["image"], cmap="gray", vmin=low, vmax=max(high, low + 1e-6), aspect=aspect)
         if overlay is not None:
             axis.imshow(_coloured(overlay, classes), aspect=aspect, interpolation="nearest")
         axis.set_title(title, fontsize=10)
         axis.set_xticks([])
         axis.set_yticks([])
-    axes[0].set_xlabel("R ← → L", fontsize=8)
 
 
 def _coloured(classes_of: Any, classes: int) -> Any:
