@@ -48,9 +48,8 @@ def draw_overlays(rows: Rows, names: Sequence[str], classes: Sequence[str], file
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     number = len(rows.keys)
-    figure = Figure(
-        figsize=(9.0, 3.1 * number + 0.8), layout=ConstrainedLayoutEngine(h_pad=0.08)
-    )  # no pyplot: it keeps figures alive
+    # Not through pyplot, which keeps every figure alive.
+    figure = Figure(figsize=(9.0, 3.1 * number + 0.8), layout=ConstrainedLayoutEngine(h_pad=0.08))
     FigureCanvasAgg(figure)
     axes = figure.subplots(number, 3, squeeze=False)
     for line, key in enumerate(rows.keys.tolist()):
