@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config import Block, Config, DataBlock, load_config, parse_config
 from shardwise.config.explain import models_in
-from shardwise.config.load import _LATER_TASKS, BUILT_IN_TASKS, config_class, load_task_class, task_blocks
+from shardwise.config.load import config_class, load_task_class, task_blocks
 from shardwise.config.schema import _LATER
 from shardwise.errors import ConfigError
 
@@ -295,19 +295,6 @@ def test_a_value_that_is_not_built_yet_is_refused_with_what_to_use_instead(value
     assert message == f"my.yaml, line {2 + len(path)}: {'.'.join(path)}: {_LATER[value]}"
     reason, _, remedy = message.rpartition(": leave" if value == "NO_SHARD" else ";")
     assert value in reason and REMEDIES[value] in remedy
-
-
-@pytest.mark.parametrize("task", _LATER_TASKS)
-def test_a_task_that_is_not_built_yet_is_refused_with_what_there_is(task: str) -> None:
-    message = complaint(f"task: {task}\n")
-    assert (
-        message
-        == f"my.yaml: task: {task} is not built yet. There is {', '.join(BUILT_IN_TASKS)}, and your own by import path"
-    )
-
-
-def test_the_tasks_that_come_later_are_these() -> None:
-    assert _LATER_TASKS == ("cells", "segmentation")
 
 
 # ---------------------------------------------------------------- several at once

@@ -15,22 +15,24 @@ from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
 from shardwise.config.images import ImagesData, ImagesModel
 from shardwise.config.schema import Block, Config, DataBlock
+from shardwise.config.segmentation import SegmentationData, SegmentationModel
 from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
 BUILT_IN_TASKS = {
     "chess": "shardwise.tasks.chess:ChessTask",
     "cells": "shardwise.tasks.cells:CellsTask",
+    "segmentation": "shardwise.tasks.segmentation:SegmentationTask",
     "images": "shardwise.tasks.images:ImagesTask",
 }
 BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
     "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel},
     "cells": {"data": CellsData, "tokenizer": CellsTokenizer, "model": CellsModel},
+    "segmentation": {"data": SegmentationData, "model": SegmentationModel},
     "images": {"data": ImagesData, "model": ImagesModel},
 }
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
-_LATER_TASKS = ("segmentation",)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -73,10 +75,6 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
     """The schema for a task. Only a task of the user's own is imported for it."""
     if task == OWN:
         return Config
-    if str(task) in _LATER_TASKS:
-        raise ConfigError(
-            f"{where}: task: {task} is not built yet. There is {', '.join(BUILT_IN_TASKS)}, and your own by import path"
-        )
     blocks = BUILT_IN_BLOCKS.get(str(task)) or task_blocks(load_task_class(task, where))
     # An empty block as the default, checked like one in the file: a task's block may have keys that are needed.
     fields: dict[str, Any] = {}

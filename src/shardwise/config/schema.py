@@ -191,7 +191,9 @@ class Training(Block):
 class Config(Block):
     """A whole config file. `task` chooses the models of the blocks `data`, `tokenizer` and `model`."""
 
-    task: str = Field(description="chess, or the import path of your own: mypackage.tasks:MyTask.")
+    task: str = Field(
+        description="chess, cells, segmentation, images, or the import path of your own: mypackage.tasks:MyTask."
+    )
     name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
     run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
     seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from it.")

@@ -1,0 +1,166 @@
+"""Who is segmented: the subjects of a folder, of a Decathlon data set or of the synthetic one, and who is held out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.config.seeds import Purpose
+from shardwise.config.segmentation import SegmentationData, check_class_names
+from shardwise.errors import DataError
+from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_subjects
+
+ENDINGS = (".nii.gz", ".nii")
+AT_MOST = 8
+"""Problems that one message names."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    image: Path
+    label: Path
+
+
+@dataclass(frozen=True)
+class Split:
+    train: list[Subject]
+    valid: list[Subject]
+
+    @property
+    def all(self) -> list[Subject]:
+        return self.train + self.valid
+
+
+@dataclass(frozen=True)
+class DatasetJson:
+    """What is used of the dataset.json of a Decathlon task."""
+
+    subjects: list[Subject]
+    classes: list[str]
+    channels: int
+
+
+def find_subjects(options: SegmentationData, seed: int) -> Split:
+    """Training and validation subjects, in an order that depends on nothing but their names and the seed."""
+    if options.source == "synthetic":
+        folder = synthetic_root(options, seed) / "train"
+        names = synthetic_subjects(options)
+        subjects = [Subject(name, folder / name / "img.nii.gz", folder / name / "label.nii.gz") for name in names]
+        return _hold_out(subjects, options.valid_fraction, seed)
+    root = _root(options)
+    if options.source == "msd":
+        return _hold_out(read_dataset_json(root).subjects, options.valid_fraction, seed)
+    train = _subjects_in(root / "train")
+    if not (root / "valid").is_dir():
+        return _hold_out(train, options.valid_fraction, seed)
+    return _apart(train, _subjects_in(root / "valid"))
+
+
+def read_dataset_json(root: Path) -> DatasetJson:
+    file = root / "dataset.json"
+    if not file.is_file():
+        raise DataError(f"data.root: there is no {file}; source: msd reads a task folder of the Decathlon, unpacked")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON or of UTF-8
+        raise DataError(f"{file} is not valid JSON: {error}") from None
+    training = content.get("training") if isinstance(content, dict) else None
+    if not isinstance(training, list) or not training:
+        raise DataError(f'{file}: no list "training" of {{"image": …, "label": …}}')
+    subjects = [_listed(root, file, number, entry) for number, entry in enumerate(training)]
+    seen: set[Path] = set()
+    for subject in subjects:
+        # Listed twice, it could be trained on and held out at once.
+        if subject.image in seen:
+            raise DataError(f"{file}: {subject.image.name} stands twice in the training list; remove one of the two")
+        seen.add(subject.image)
+    modalities = content.get("modality")
+    channels = len(modalities) if isinstance(modalities, dict | list) and modalities else 1
+    return DatasetJson(subjects, _class_names(file, content.get("labels")), channels)
+
+
+def several(problems: list[str]) -> DataError:
+    """One error about all of them, so that they can be mended in one go."""
+    more = [f"and {len(problems) - AT_MOST} more"] if len(problems) > AT_MOST else []
+    return DataError("\n  ".join(problems[:AT_MOST] + more))
+
+
+def _root(options: SegmentationData) -> Path:
+    root = Path(str(options.root))
+    if not root.is_dir():
+        raise DataError(f"data.root: there is no folder {root} (looked for from {Path.cwd()})")
+    return root
+
+
+def _subjects_in(folder: Path) -> list[Subject]:
+    if not folder.is_dir():
+        raise DataError(f"data.root: there is no folder {folder}; source: folder reads train/<subject>/img.nii.gz")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if not names:
+        raise DataError(f"{folder} holds no subjects: put each into a folder of its own, <subject>/img.nii.gz")
+    found: list[Subject] = []
+    problems: list[str] = []
+    for name in names:
+        image, label = (_file(folder / name, stem) for stem in ("img", "label"))
+        if image and label:
+            found.append(Subject(name, image, label))
+        elif image:
+            problems.append(f"{image} has no label: add {folder / name / 'label.nii.gz'}, or remove the subject")
+        elif label:
+            problems.append(f"{label} has no image: add {folder / name / 'img.nii.gz'}, or remove the subject")
+        else:
+            problems.append(f"{folder / name} has neither img.nii.gz nor label.nii.gz: add them, or remove the folder")
+    if problems:
+        raise several(problems)
+    return found
+
+
+def _file(folder: Path, stem: str) -> Path | None:
+    return next((folder / f"{stem}{ending}" for ending in ENDINGS if (folder / f"{stem}{ending}").is_file()), None)
+
+
+def _listed(root: Path, file: Path, number: int, entry: Any) -> Subject:
+    image, label = (entry.get("image"), entry.get("label")) if isinstance(entry, dict) else (None, None)
+    if not (isinstance(image, str) and isinstance(label, str) and image and label):
+        raise DataError(f'{file}: entry {number} of "training" must be {{"image": …, "label": …}}, not {entry!r}')
+    return Subject(Path(image).name.partition(".nii")[0], root / image, root / label)
+
+
+def _class_names(file: Path, labels: Any) -> list[str]:
+    """{"0": "background", "1": "liver"}: the names in the order of their numbers."""
+    numbers = [int(key) for key in labels if key.isdigit()] if isinstance(labels, dict) else []
+    if len(numbers) < 2 or sorted(numbers) != list(range(len(numbers))):
+        raise DataError(f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}')
+    names = [str(labels[str(number)]) for number in range(len(numbers))]
+    try:
+        check_class_names(names)
+    except ValueError as error:
+        raise DataError(f'{file}: "labels": {error}; or set data.classes') from None
+    return names
+
+
+def _hold_out(subjects: list[Subject], share: float, seed: int) -> Split:
+    if len(subjects) < 2:
+        raise DataError(
+            f"{len(subjects)} subject cannot be split into training and validation ({subjects[0].image}): "
+            "there must be two or more"
+        )
+    order = np.random.default_rng([seed, Purpose.SPLIT]).permutation(len(subjects))
+    held_out = set(order[: min(len(subjects) - 1, max(1, round(share * len(subjects))))].tolist())
+    return Split(
+        train=[subject for index, subject in enumerate(subjects) if index not in held_out],
+        valid=[subject for index, subject in enumerate(subjects) if index in held_out],
+    )
+
+
+def _apart(train: list[Subject], valid: list[Subject]) -> Split:
+    """A link from valid/ into train/ would be validated on after it was trained on."""
+    trained = {subject.image.resolve() for subject in train}
+    if both := [subject for subject in valid if subject.image.resolve() in trained]:
+        raise several([f"{subject.image} is also in train/: remove it from one of the two" for subject in both])
+    return Split(train, valid)

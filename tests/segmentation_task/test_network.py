@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.config.segmentation import SegmentationModel
+from shardwise.errors import ConfigError
+from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks
+
+SHAPES = Shapes(in_channels=2, out_channels=3, size=(32, 32, 32))
+
+
+def model(name: str, **args: object) -> SegmentationModel:
+    return SegmentationModel(name=name, args=dict(args))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        model("SegResNet"),
+        model("UNet", channels=[4, 8], strides=[2]),
+        model("AttentionUnet", channels=[4, 8], strides=[2]),
+        model("BasicUNet", features=[4, 4, 8, 8, 8, 4]),
+        model("UNETR", hidden_size=24, mlp_dim=48, num_heads=2, feature_size=4),
+        model("DynUNet", kernel_size=[3, 3, 3], strides=[1, 2, 2], upsample_kernel_size=[2, 2]),
+        model("SegResNetDS", init_filters=8),
+    ],
+    ids=lambda options: options.name,
+)
+def test_a_network_of_monai_is_built_for_the_data(options: SegmentationModel) -> None:
+    check_network(options, SHAPES)
+    with torch.no_grad():
+        assert build_network(options, SHAPES)(torch.zeros(1, 2, 32, 32, 32)).shape == (1, 3, 32, 32, 32)
+
+
+def test_swin_unetr_is_built_and_its_stages_and_decoders_are_blocks() -> None:
+    shapes = Shapes(1, 1, (64, 32, 32))
+    options = model("SwinUNETR", feature_size=12, use_checkpoint=True)
+    check_network(options, shapes)
+    network = build_network(options, shapes)
+    blocks = network_blocks(network)
+    names = {module: name for name, module in network.named_modules()}
+    assert {"swinViT.layers1.0", "swinViT.layers4.0", "encoder10", "decoder1", "out"} <= {
+        names[block] for block in blocks
+    }
+    inside = [id(parameter) for block in blocks for parameter in block.parameters()]
+    assert len(inside) == len(set(inside)), "no parameter is in two blocks"
+    assert set(inside) == {id(parameter) for parameter in network.parameters()}
+
+
+def test_what_is_given_goes_before_what_follows_from_the_data() -> None:
+    network = build_network(model("SegResNet", out_channels=5), SHAPES)
+    with torch.no_grad():
+        assert network(torch.zeros(1, 2, 32, 32, 32)).shape[1] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "shapes", "message"),
+    [
+        (model("SegRessNet"), SHAPES, "model.name: MONAI has no network 'SegRessNet'. Nearest: SegResNet, "),
+        (model("swinunetr"), SHAPES, "model.name: MONAI has no network 'swinunetr'. Nearest: SwinUNETR"),
+        (model("zzz"), SHAPES, "Nearest: SegResNet, SwinUNETR, UNet, DynUNet"),
+        (
+            model("SegResNet", init_filter=8),
+            SHAPES,
+            "model.args: SegResNet takes no 'init_filter'. Nearest: init_filters. It takes spatial_dims, init_filters, in_ch",
+        ),
+        (model("SwinUNETR", img_size=[64, 64, 64]), SHAPES, "model.args: SwinUNETR takes no 'img_size'."),
+        (model("UNet"), SHAPES, "model.args: UNet also needs channels, strides"),
+        (model("SegResNet", init_filters=3), SHAPES, "model.args: SegResNet refuses these arguments: "),
+        (
+            model("SwinUNETR", feature_size=12),
+            Shapes(1, 1, (96, 90, 60)),
+            "data.size: SwinUNETR cannot take volumes of 96×90×60 voxels. Every side must be divisible by 32, for example "
+            "[96, 96, 64].",
+        ),
+        (model("SwinUNETR", feature_size=12), Shapes(1, 1, (32, 32, 32)), "Use at least 64 in one direction."),
+        (
+            model("SegResNet"),
+            Shapes(1, 1, (32, 36, 32)),
+            "data.size: SegResNet cannot take volumes of 32×36×32 voxels. Every side must be divisible by 8,",
+        ),
+        (model("DenseNet121"), SHAPES, "model.name: DenseNet121 gives a tensor of (3,) where (3, 32, 32, 32) is needed"),
+        (model("SegResNetVAE", input_image_size=[32, 32, 32]), SHAPES, "model.name: SegResNetVAE gives a tuple where"),
+        (model("SegResNet", out_channels=5), SHAPES, "gives a tensor of (5, 32, 32, 32) where (3, 32, 32, 32)"),
+    ],
+)  # fmt: skip
+def test_a_network_that_cannot_be_used_says_why(options: SegmentationModel, shapes: Shapes, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_network(options, shapes)
+    assert message in str(caught.value)

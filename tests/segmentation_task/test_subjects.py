@@ -1,0 +1,155 @@
+"""Who is trained on and who is held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.errors import DataError
+from tests.segmentation_task.files import folder_task, msd_task, task_of, write_folder, write_msd
+
+
+def names(subjects: Any) -> list[str]:
+    return [subject.name for subject in subjects]
+
+
+def test_a_valid_folder_is_what_is_validated_on(tmp_path: Path) -> None:
+    split = folder_task(write_folder(tmp_path, train=3, valid=2)).subjects
+    assert names(split.train) == ["train-0", "train-1", "train-2"]
+    assert names(split.valid) == ["valid-0", "valid-1"]
+
+
+def test_without_a_valid_folder_a_share_of_subjects_is_held_out_by_the_seed(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=10, valid=0)
+    split = folder_task(tmp_path, "data.valid_fraction=0.3").subjects
+    assert len(split.valid) == 3 and len(split.train) == 7
+    assert set(names(split.train)) | set(names(split.valid)) == {f"train-{index}" for index in range(10)}
+    again = folder_task(tmp_path, "data.valid_fraction=0.3").subjects
+    other = folder_task(tmp_path, "data.valid_fraction=0.3", "seed=1").subjects
+    assert names(again.valid) == names(split.valid) != names(other.valid)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.99])
+def test_neither_part_is_ever_empty(tmp_path: Path, fraction: float) -> None:
+    split = folder_task(write_folder(tmp_path, train=3, valid=0), f"data.valid_fraction={fraction}").subjects
+    assert split.train and split.valid and not set(split.train) & set(split.valid)
+
+
+def test_synthetic_subjects_are_known_before_their_files_are_made() -> None:
+    task = task_of("data.num_subjects=10", "data.valid_fraction=0.2")
+    assert len(task.train_data()) == 8 and len(task.valid_data()) == 2
+    assert not task.subjects.train[0].image.exists()
+
+
+def test_a_decathlon_folder_gives_subjects_classes_and_channels(tmp_path: Path) -> None:
+    task = msd_task(write_msd(tmp_path, subjects=5, channels=2))
+    assert len(task.subjects.train) == 4 and len(task.subjects.valid) == 1
+    assert task.classes == ["background", "left ventricle", "tumour"]
+    assert (task.shapes.in_channels, task.shapes.out_channels) == (2, 3)
+    task.prepare_data()
+    assert task.train_data()[0][0]["image"].shape == (2, 16, 16, 16)
+
+
+def test_classes_that_are_given_go_before_those_of_dataset_json(tmp_path: Path) -> None:
+    task = msd_task(write_msd(tmp_path), "data.classes=[none, ventricle, tumour]", "data.in_channels=2")
+    assert task.classes == ["none", "ventricle", "tumour"]
+    (tmp_path / "dataset.json").unlink()
+    assert task.build_model() is not None, "an export needs no data then"
+
+
+def complaint(task: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        task.prepare_data()
+    return str(caught.value)
+
+
+def test_a_missing_root_is_named(tmp_path: Path) -> None:
+    assert complaint(folder_task(tmp_path / "a")).startswith(
+        f"data.root: there is no folder {tmp_path}/a (looked for from"
+    )
+    assert complaint(msd_task(tmp_path)).startswith(
+        f"data.root: there is no {tmp_path}/dataset.json; source: msd reads"
+    )
+
+
+def test_a_folder_without_subjects_is_named(tmp_path: Path) -> None:
+    assert complaint(folder_task(tmp_path)).startswith(
+        f"data.root: there is no folder {tmp_path}/train; source: folder"
+    )
+    (tmp_path / "train").mkdir()
+    assert complaint(folder_task(tmp_path)).startswith(f"{tmp_path}/train holds no subjects: put each into a folder")
+
+
+def test_an_image_or_a_label_alone_is_named_and_all_of_them_at_once(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=4, valid=0)
+    train = tmp_path / "train"
+    (train / "train-0" / "label.nii.gz").unlink()
+    (train / "train-1" / "img.nii.gz").unlink()
+    for file in (train / "train-2").iterdir():
+        file.unlink()
+    assert complaint(folder_task(tmp_path)).splitlines() == [
+        f"{train}/train-0/img.nii.gz has no label: add {train}/train-0/label.nii.gz, or remove the subject",
+        f"  {train}/train-1/label.nii.gz has no image: add {train}/train-1/img.nii.gz, or remove the subject",
+        f"  {train}/train-2 has neither img.nii.gz nor label.nii.gz: add them, or remove the folder",
+    ]
+
+
+def test_too_many_problems_are_counted(tmp_path: Path) -> None:
+    for index in range(11):
+        (tmp_path / "train" / f"s{index:02d}").mkdir(parents=True)
+    lines = complaint(folder_task(tmp_path)).splitlines()
+    assert len(lines) == 9 and lines[-1] == "  and 3 more"
+
+
+def test_one_subject_cannot_be_split(tmp_path: Path) -> None:
+    message = complaint(folder_task(write_folder(tmp_path, train=1, valid=0)))
+    assert message.startswith("1 subject cannot be split into training and validation")
+    assert str(tmp_path / "train" / "train-0" / "img.nii.gz") in message
+
+
+def test_a_subject_that_is_linked_into_both_parts_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=2, valid=1)
+    (tmp_path / "valid" / "again").symlink_to(tmp_path / "train" / "train-0")
+    assert complaint(folder_task(tmp_path)) == (
+        f"{tmp_path}/valid/again/img.nii.gz is also in train/: remove it from one of the two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"training": []}, 'no list "training" of'),
+        ({"training": [{"image": "./a.nii.gz"}]}, 'entry 0 of "training" must be {"image": …, "label": …}, not'),
+        ({"training": ["./a.nii.gz"]}, 'entry 0 of "training" must be'),
+        ({"labels": {"1": "liver"}}, '"labels" must name the classes from "0" (background) on without gaps'),
+        ({"labels": {"0": "background", "2": "liver"}}, "without gaps"),
+        ({"labels": {"background": 0, "liver": 1}}, "without gaps"),
+        ({"labels": {"0": "b", "1": "a b", "2": "a-b"}}, "dice_a_b would name two metrics; give every class"),
+    ],
+)
+def test_a_dataset_json_with_something_missing_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    said = complaint(msd_task(tmp_path))
+    assert said.startswith(f"{file}: ") and message in said
+
+
+def test_a_dataset_json_that_is_none_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "dataset.json"
+    file.write_text("{")
+    assert complaint(msd_task(tmp_path)).startswith(f"{file} is not valid JSON: ")
+    file.write_text("[]")
+    assert 'no list "training"' in complaint(msd_task(tmp_path))
+
+
+def test_a_subject_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
+    """It could be trained on and held out at once."""
+    file = write_msd(tmp_path) / "dataset.json"
+    content = json.loads(file.read_text())
+    content["training"].append(content["training"][0])
+    file.write_text(json.dumps(content))
+    said = complaint(msd_task(tmp_path))
+    assert said == f"{file}: case_000.nii.gz stands twice in the training list; remove one of the two"
