@@ -14,7 +14,7 @@ import shardwise
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
-EVERYTHING = {"config", "data", "parallel", "kernels", "tasks", "checkpoint", "watch", "engine", "launch"}
+EVERYTHING = {"config", "data", "parallel", "kernels", "tasks", "checkpoint", "watch", "engine", "launch", "bench"}
 
 # Besides itself, `config` and `errors`, which every room may import.
 ALLOWED: dict[str, set[str]] = {
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "watch": set(),
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
     "launch": set(),
+    "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
     "cli": EVERYTHING,
 }
 

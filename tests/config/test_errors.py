@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config import Block, Config, DataBlock, load_config, parse_config
 from shardwise.config.explain import models_in
-from shardwise.config.load import config_class, load_task_class, task_blocks
+from shardwise.config.load import BUILT_IN_TASKS, config_class, load_task_class, task_blocks
 from shardwise.config.schema import _LATER
 from shardwise.errors import ConfigError
 

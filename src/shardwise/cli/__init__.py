@@ -15,13 +15,13 @@ VERBS = {
     "train": "run it: one process, all local devices, or a rank of a bigger job",
     "config": "check a config, show it resolved, print its schema",
     "data": "write a sharded copy of cells for full speed, and check one",
+    "bench": "measure: whether the data keeps up",
     "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
 }
 LATER = {
     "plan": "what fits, how fast, what it costs",
     "verify": "prove that N ranks compute what one would",
     "lint": "mistakes of distributed training, found without running",
-    "bench": "scaling, strategies, batch sizes, collectives",
     "submit": "Slurm, SageMaker, Kubernetes",
     "report": "one HTML file about a run",
     "top": "live view in the terminal",

@@ -7,10 +7,12 @@ who reads it.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,7 +38,7 @@ class Samples(Protocol):
 class BatchedSamples(ABC):
     """A data set that makes whole micro-batches itself, where one sample at a time would be slow."""
 
-    at_once: int = 512
+    at_once: int = 1024
     """How many samples to read in one go, of several micro-batches if those are smaller."""
     in_regions: bool = False
     """A global batch is sorted by place in the file, and every worker reads its own part of each micro-batch: so no
@@ -124,14 +126,28 @@ class StepBatch:
         return self.micro[-1].request.after
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one worker is given: the samples of one micro-batch after the other, or its piece of each."""
+
+    ids: Indices
+    sizes: tuple[int, ...]
+    epoch: int
+
+    @property
+    def parts(self) -> list[Indices]:
+        edges = itertools.accumulate(self.sizes, initial=0)
+        return [self.ids[first:last] for first, last in itertools.pairwise(edges)]
+
+
 @dataclass
 class Loaded:
-    """What a worker made of the requests it was given: micro-batches, or its piece of each."""
+    """What it made of it."""
 
-    requests: tuple[Request, ...]
+    sizes: tuple[int, ...]
     counts: list[int]
     inputs: Any
-    """A list with the inputs of each; of BatchedSamples, one batch of them all, packed."""
+    """A list with the inputs of each micro-batch; of BatchedSamples, one batch of them all, packed."""
 
     def pin_memory(self) -> Loaded:
         pinned = (
@@ -152,57 +168,48 @@ class Reader:
     seed: int
     name: str = "training"
 
-    def read(self, requests: tuple[Request, ...]) -> Loaded:
+    def read(self, work: Work) -> Loaded:
         if isinstance(self.samples, BatchedSamples):
-            whole = self._batch(self.samples, requests)
-            inputs = self._taken_apart(requests, whole)
+            whole = self._batch(self.samples, work)
+            inputs = self._taken_apart(work.sizes, whole)
         else:
-            whole = inputs = [self._collated(self.samples, request) for request in requests]
-        counts = [
-            0 if request.borrowed or not len(request.ids) else int(self.count(each))
-            for request, each in zip(requests, inputs, strict=True)
-        ]
-        return Loaded(requests, counts, pack(whole))
+            whole = inputs = [self._collated(self.samples, part.tolist(), work.epoch) for part in work.parts]
+        # A micro-batch smaller than the number of workers leaves some without samples.
+        counts = [int(self.count(each)) if size else 0 for size, each in zip(work.sizes, inputs, strict=True)]
+        return Loaded(work.sizes, counts, pack(whole))
 
-    def micro_batches(self, pieces: list[Loaded]) -> list[MicroBatch]:
-        """From what every worker made of its piece of each micro-batch."""
-        inputs = [self._taken_apart(piece.requests, unpack(piece.inputs)) for piece in pieces]
-        if len(pieces) == 1:
-            made = zip(inputs[0], pieces[0].counts, pieces[0].requests, strict=True)
-            return [MicroBatch(*each) for each in made]
-        assert isinstance(self.samples, BatchedSamples)
+    def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:
+        """From what every worker made of its piece of each."""
+        inputs = [self._taken_apart(piece.sizes, unpack(piece.inputs)) for piece in pieces]
         micro = []
-        for position, first in enumerate(pieces[0].requests):
-            # A micro-batch smaller than the number of workers has pieces without samples.
-            filled = [number for number, piece in enumerate(pieces) if len(piece.requests[position].ids)]
-            ids = np.concatenate([piece.requests[position].ids for piece in pieces])
-            count = sum(piece.counts[position] for piece in pieces)
-            joined = self.samples.join([inputs[number][position] for number in filled])
-            micro.append(MicroBatch(joined, count, replace(first, ids=ids)))
+        for position, request in enumerate(requests):
+            filled = [each[position] for each, piece in zip(inputs, pieces, strict=True) if piece.sizes[position]]
+            count = 0 if request.borrowed else sum(piece.counts[position] for piece in pieces)
+            micro.append(MicroBatch(self._joined(filled), count, request))
         return micro
 
-    def _taken_apart(self, requests: tuple[Request, ...], inputs: Any) -> list[Any]:
+    def _joined(self, pieces: list[Any]) -> Any:
+        return self.samples.join(pieces) if isinstance(self.samples, BatchedSamples) and len(pieces) > 1 else pieces[0]
+
+    def _taken_apart(self, sizes: tuple[int, ...], inputs: Any) -> list[Any]:
         if not isinstance(self.samples, BatchedSamples):
             return list(inputs)
-        sizes = [len(request.ids) for request in requests]
-        return self.samples.take_apart(inputs, sizes) if any(sizes) else [None] * len(sizes)
+        return self.samples.take_apart(inputs, list(sizes)) if any(sizes) else [None] * len(sizes)
 
-    def _batch(self, samples: BatchedSamples, requests: tuple[Request, ...]) -> Any:
-        ids = np.concatenate([request.ids for request in requests])
+    def _batch(self, samples: BatchedSamples, work: Work) -> Any:
         try:
-            return samples.read(ids, requests[0].epoch) if len(ids) else None
+            return samples.read(work.ids, work.epoch) if len(work.ids) else None
         except DataError:
             raise
         except Exception as error:
             kind = type(error).__name__
             raise DataError(
-                f"{len(ids)} samples of the {self.name} data, {ids[0]} first, cannot be read: {kind}: {error}"
+                f"{len(work.ids)} samples of the {self.name} data, {work.ids[0]} first, cannot be read: {kind}: {error}"
             ) from error
 
-    def _collated(self, samples: Samples, request: Request) -> Any:
-        ids = request.ids.tolist()
-        read = [self._sample(samples, index, request.epoch) for index in ids]
-        with seeded(self.seed, Purpose.COLLATE, request.epoch, *ids):
+    def _collated(self, samples: Samples, ids: list[int], epoch: int) -> Any:
+        read = [self._sample(samples, index, epoch) for index in ids]
+        with seeded(self.seed, Purpose.COLLATE, epoch, *ids):
             return self.collate(read)
 
     def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
@@ -269,7 +276,7 @@ class StepLoader:
             whole = [piece for piece in pieces if isinstance(piece, Loaded)]
             if not whole:
                 return
-            for micro in self.reader.micro_batches(whole):
+            for micro in self.reader.micro_batches(whole, self.requests.asked.popleft()):
                 step.micro.append(micro.pin_memory() if self.pins and self.pieces > 1 else micro)
                 step.wait += time.perf_counter() - began
                 if micro.request.last_of_step:
@@ -285,19 +292,22 @@ class _Requests:
         self, order: GlobalOrder, batching: Batching, rank: int, start: Cursor, epochs: int, pieces: int, at_once: int
     ) -> None:
         self.order, self.batching, self.rank, self.start, self.epochs = order, batching, rank, start, epochs
-        self.pieces, self.at_once = pieces, at_once
+        self.pieces, self.at_once = pieces, at_once * pieces
+        self.asked: deque[list[Request]] = deque()
+        """What has been asked for and not arrived yet. Answers arrive in the order of the questions."""
 
-    def __iter__(self) -> Iterator[tuple[Request, ...]]:
+    def __iter__(self) -> Iterator[Work]:
+        self.asked.clear()
         group: list[Request] = []
+        samples = 0
         for request in self._micro_batches():
-            if group and request.epoch != group[0].epoch:
+            if group and (samples >= self.at_once or request.epoch != group[0].epoch):
                 yield from self._cut(group)
-                group = []
+                group, samples = [], 0
             group.append(request)
-            if sum(len(each.ids) for each in group) >= self.at_once * self.pieces:
-                yield from self._cut(group)
-                group = []
-        yield from self._cut(group)
+            samples += len(request.ids)
+        if group:
+            yield from self._cut(group)
 
     def _micro_batches(self) -> Iterator[Request]:
         for batch in self.order.batches(self.start, self.batching.global_batch, self.epochs):
@@ -313,21 +323,22 @@ class _Requests:
                     step_samples=len(batch.indices),
                 )
 
-    def _cut(self, group: list[Request]) -> Iterator[tuple[Request, ...]]:
+    def _cut(self, group: list[Request]) -> Iterator[Work]:
         """For every worker its piece of each micro-batch of the group."""
-        if group:
-            pieces = [cut(request.ids, self.pieces) for request in group]
-            for number in range(self.pieces):
-                yield tuple(replace(request, ids=each[number]) for request, each in zip(group, pieces, strict=True))
+        self.asked.append(group)
+        pieces = [cut(request.ids, self.pieces) for request in group]
+        for number in range(self.pieces):
+            mine = [each[number] for each in pieces]
+            yield Work(np.concatenate(mine), tuple(map(len, mine)), group[0].epoch)
 
 
 class _Source(Dataset[Loaded | DataError]):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def __getitem__(self, requests: tuple[Request, ...]) -> Loaded | DataError:
+    def __getitem__(self, work: Work) -> Loaded | DataError:
         try:
-            return self.reader.read(requests)
+            return self.reader.read(work)
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
 

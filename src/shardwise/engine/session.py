@@ -191,7 +191,7 @@ class Session:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         loader = StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
-            self._order(),
+            self.order(),
             self.batching,
             self.world.rank,
             self.world.device,
@@ -205,7 +205,8 @@ class Session:
                 if self.steps_done >= self.total_steps:
                     return
 
-    def _order(self) -> GlobalOrder:
+    def order(self) -> GlobalOrder:
+        """Which samples make up which step, in every epoch."""
         data, seed = self.train_data, self.config.seed
         return data.order(seed) if isinstance(data, BatchedSamples) else GlobalOrder(len(data), seed)
 
