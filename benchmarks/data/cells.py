@@ -58,7 +58,7 @@ def scdataset(path: Path, block: int, fetch: int) -> Iterator[Any]:
         yield _marks(batch)
 
 
-def shardwise_rows(path: Path) -> Iterator[Any]:
+def shardwise_rows(path: Path, workers: int = WORKERS) -> Iterator[Any]:
     """What the streaming loader reads, before tokens are made of it."""
     import torch
 
@@ -88,19 +88,19 @@ def shardwise_rows(path: Path) -> Iterator[Any]:
         def join(self, parts: list[Any]) -> Any:
             return stack(parts)
 
-    for inputs in _shardwise(path, RowsOnly, lambda batch: 1):
+    for inputs in _shardwise(path, RowsOnly, lambda batch: 1, workers):
         yield _row_numbers(inputs.values, inputs.starts[:-1])
 
 
-def shardwise_tokens(path: Path) -> Iterator[Any]:
+def shardwise_tokens(path: Path, workers: int = WORKERS) -> Iterator[Any]:
     """What a training gets: tokens of the ranked genes, 15% of them hidden."""
     from shardwise.tasks.cells.samples import StreamedCells
 
-    for inputs in _shardwise(path, StreamedCells, None):
+    for inputs in _shardwise(path, StreamedCells, None, workers):
         yield inputs["cells"].numpy()
 
 
-def _shardwise(path: Path, kind: Any, count: Callable[[Any], int] | None) -> Iterator[Any]:
+def _shardwise(path: Path, kind: Any, count: Callable[[Any], int] | None, workers: int) -> Iterator[Any]:
     import torch
 
     from shardwise.config import Batching, parse_config
@@ -109,7 +109,7 @@ def _shardwise(path: Path, kind: Any, count: Callable[[Any], int] | None) -> Ite
 
     source = "shards" if path.is_dir() else "local"
     config = parse_config(
-        f"task: cells\ndata: {{source: {source}, paths: [{path}], streaming: true, num_workers: {WORKERS}, "
+        f"task: cells\ndata: {{source: {source}, paths: [{path}], streaming: true, num_workers: {workers}, "
         f"streaming_chunk_size: {CHUNK}, streaming_shuffle_buffer: {BUFFER}}}"
     )
     task = CellsTask(config)
@@ -145,6 +145,10 @@ CONTENDERS: dict[str, tuple[Callable[[Path], Iterator[Any]], bool, int | None]] 
     "shardwise streaming, tokens": (shardwise_tokens, False, None),
     "shardwise sharded copy": (shardwise_rows, True, None),
     "shardwise sharded copy, tokens": (shardwise_tokens, True, None),
+    "shardwise streaming, no workers": (lambda path: shardwise_rows(path, 0), False, None),
+    "shardwise streaming, tokens, no workers": (lambda path: shardwise_tokens(path, 0), False, None),
+    "shardwise sharded copy, no workers": (lambda path: shardwise_rows(path, 0), True, None),
+    "shardwise sharded copy, tokens, no workers": (lambda path: shardwise_tokens(path, 0), True, None),
 }
 
 
@@ -213,7 +217,7 @@ def main() -> None:
         f"{args.cells} cells × {GENES} genes, {DENSITY:.0%} of them expressed, CSR, file in the page cache; batches of {BATCH}, "
         f"shuffled, {WORKERS} workers; {_machine()}. Made by `benchmarks/data/cells.py`: best of {args.repeat} runs, each in "
         f"a process of its own. shardwise: chunks of {CHUNK}, shuffle buffer {BUFFER}. Memory: of all processes together, "
-        "shared pages counted once, above what they hold after importing. Neighbours: how many cells of a batch have a "
+        "shared pages counted once. Neighbours: how many cells of a batch have a "
         "cell beside them in the file that is in the same batch.",
     ]
     for compression in (None, "gzip"):

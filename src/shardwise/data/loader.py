@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
@@ -147,7 +147,7 @@ class Loaded:
     sizes: tuple[int, ...]
     counts: list[int]
     inputs: Any
-    """A list with the inputs of each micro-batch; of BatchedSamples, one batch of them all, packed."""
+    """A list with the inputs of each micro-batch; of BatchedSamples, one batch of them all; from a worker, packed."""
 
     def pin_memory(self) -> Loaded:
         pinned = (
@@ -176,7 +176,7 @@ class Reader:
             whole = inputs = [self._collated(self.samples, part.tolist(), work.epoch) for part in work.parts]
         # A micro-batch smaller than the number of workers leaves some without samples.
         counts = [int(self.count(each)) if size else 0 for size, each in zip(work.sizes, inputs, strict=True)]
-        return Loaded(work.sizes, counts, pack(whole))
+        return Loaded(work.sizes, counts, whole)
 
     def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:
         """From what every worker made of its piece of each."""
@@ -338,7 +338,8 @@ class _Source(Dataset[Loaded | DataError]):
 
     def __getitem__(self, work: Work) -> Loaded | DataError:
         try:
-            return self.reader.read(work)
+            loaded = self.reader.read(work)
+            return replace(loaded, inputs=pack(loaded.inputs)) if get_worker_info() is not None else loaded
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
 
