@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from shardwise.config import Block, Config, DataBlock, parse_config
-from shardwise.tasks import Loss, Task
+from shardwise.errors import DataError
+from shardwise.tasks import Loss, Rows, Task
 
 
 def config_of(text: str, overrides: list[str] | None = None) -> Config:
@@ -137,6 +139,50 @@ class Endless(Ragged):
 class Exits(Ragged):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         sys.exit(0)
+
+
+class Unprepared(Ragged):
+    def prepare_data(self) -> None:
+        raise DataError("the disk is on fire")
+
+
+class Prepared(Ragged):
+    def prepare_data(self) -> None:
+        with Path("prepared.txt").open("a") as file:
+            file.write("once\n")
+
+
+class Studied(Ragged):
+    """Hands every validation sample to `study`, numbered by its length and first token."""
+
+    def valid_data(self) -> Any:
+        return list(enumerate(super().valid_data()))
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        if not isinstance(samples[0], tuple):
+            return super().collate(samples)
+        return super().collate([each for _, each in samples]) | {"number": torch.tensor([n for n, _ in samples])}
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Loss | Rows]:
+        rows = Rows(batch["number"], {"twice": 2 * batch["number"]})
+        return {"loss": self.loss(model, batch), "samples": rows}
+
+    def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
+        samples = rows["samples"]
+        assert samples.columns["twice"].tolist() == [2 * key for key in samples.keys.tolist()]
+        Path("studied.txt").write_text(f"{samples.keys.tolist()}\n")
+        return {"rows": float(len(samples.keys))}
+
+
+class SlowToRead(Ragged):
+    def train_data(self) -> Any:
+        return _Sleepy(super().train_data())
+
+
+class _Sleepy(list[Tensor]):
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.02)
+        return super().__getitem__(index)
 
 
 def sequences(number: int, seed: int) -> list[Tensor]:

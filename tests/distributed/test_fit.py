@@ -223,3 +223,47 @@ class Chatty(Ragged):
     def loss(self, model: Any, batch: Any) -> Any:
         print("forward\nsecond line")
         return super().loss(model, batch)
+
+
+def test_a_start_that_fails_leaves_no_run_and_puts_the_earlier_one_back(ranks: RankPool, tmp_path: Path) -> None:
+    broken = [*DDP, "task=tests.tasks:Unprepared"]
+    with pytest.raises(AssertionError, match="the disk is on fire") as failure:
+        fit(ranks, tmp_path, broken)
+    assert str(failure.value).count("the disk is on fire") == 2, "every rank is told, and none waits"
+    assert list(tmp_path.iterdir()) == []
+    fit(ranks, tmp_path, [*DDP, "training.max_steps=2"])
+    before = (tmp_path / "runs" / "ragged" / "metrics.jsonl").read_text()
+    with pytest.raises(AssertionError, match="the disk is on fire"):
+        fit(ranks, tmp_path, broken, fresh=True)
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["ragged"]
+    assert (tmp_path / "runs" / "ragged" / "metrics.jsonl").read_text() == before
+
+
+def test_data_is_prepared_by_one_process_per_machine(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "task=tests.tasks:Prepared", "training.max_steps=2"])
+    assert (tmp_path / "prepared.txt").read_text() == "once\n"
+
+
+def test_rows_of_all_ranks_are_studied_together_and_in_order(ranks: RankPool, tmp_path: Path) -> None:
+    for world, strategy in ((1, "single"), (2, "ddp"), (4, "ddp")):
+        overrides = ["task=tests.tasks:Studied", f"training.strategy={strategy}", "training.max_steps=1"]
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        result = ranks.run(world, work.run_fit, CONFIG, overrides, str(folder))[0]
+        assert result["after"]["rows"] == 11
+        assert (folder / "studied.txt").read_text().splitlines()[0] == str(list(range(11)))
+
+
+def test_waiting_for_data_is_logged_and_said_once_with_the_remedy(ranks: RankPool, tmp_path: Path) -> None:
+    slow = [*DDP, "task=tests.tasks:SlowToRead", "training.log_every_n_steps=1"]
+    output = fit(ranks, tmp_path, slow)["output"]
+    assert output.count("of the time is spent waiting for data") == 1
+    assert "data.num_workers is 0: set it to" in output and "`shardwise bench data CONFIG`" in output
+    shares = [
+        json.loads(line)["data_wait_share"]
+        for line in (tmp_path / "runs" / "ragged" / "metrics.jsonl").read_text().splitlines()
+        if "loss" in json.loads(line)
+    ]
+    assert all(0 <= share <= 1 for share in shares) and max(shares[1:]) > 0.1
+    quick = fit(ranks, tmp_path, [*DDP, "training.max_steps=3"], fresh=True)["output"]
+    assert "data wait" in quick

@@ -20,6 +20,9 @@ from shardwise.errors import DataError
 MUCH = 0.1
 """The share of a step above which waiting for data is worth a change."""
 
+MOST_STEPS = 200
+"""Of training, per number of workers, where more than the steps asked for are needed to see the loader wait."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -93,10 +96,14 @@ def _costs(session: Session, steps: int) -> Costs:
 
 
 def _pace(session: Session, workers: int, steps: int) -> Pace:
-    batches = iter(_loader(session, workers))
-    next(batches, None)  # the workers have started
+    loader = _loader(session, workers)
+    # Steps that are read in one go: the first of them waits for all, and the others for nothing.
+    together = -(-loader.requests.at_once // session.batching.batch_size)
+    batches = iter(loader)
+    for _ in range(together):  # the workers have started
+        next(batches, None)
     began, samples = time.perf_counter(), 0
-    for batch in itertools.islice(batches, steps):
+    for batch in itertools.islice(batches, max(steps, 3 * together)):
         samples += batch.samples
     rate = samples / (time.perf_counter() - began)
     del batches
@@ -104,7 +111,7 @@ def _pace(session: Session, workers: int, steps: int) -> Pace:
     wholes: list[float] = []
     steps_of_training: Iterator[StepBatch] = iter(_loader(session, workers))
     session.step(next(steps_of_training))
-    while len(waits) < steps:
+    while len(waits) < max(steps, min(together, MOST_STEPS)):
         began = time.perf_counter()
         step = next(steps_of_training, None)
         if step is None:

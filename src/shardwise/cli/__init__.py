@@ -16,6 +16,7 @@ VERBS = {
     "config": "check a config, show it resolved, print its schema",
     "data": "write a sharded copy of cells for full speed, and check one",
     "bench": "measure: whether the data keeps up",
+    "fetch": "download model and data ahead, for machines without internet",
     "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
 }
 LATER = {
@@ -25,7 +26,6 @@ LATER = {
     "submit": "Slurm, SageMaker, Kubernetes",
     "report": "one HTML file about a run",
     "top": "live view in the terminal",
-    "fetch": "download model and data ahead",
 }
 
 

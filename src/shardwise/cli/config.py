@@ -47,7 +47,7 @@ def _show(args: argparse.Namespace) -> int:
     import torch
 
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
-    from shardwise.config.load import OWN, load_task_class
+    from shardwise.config.load import OWN, make_task
     from shardwise.launch.local import local_rank_count
     from shardwise.watch.run_folder import dump_config
 
@@ -66,7 +66,9 @@ def _show(args: argparse.Namespace) -> int:
     scaled = f" = {training.optimizer.lr:g} × {batching.global_batch} / {training.base_batch_size}"
     print(f"# learning rate        {lr:g}{scaled if training.lr_scaling == 'linear' else ''} at its peak")
     if config.task != OWN:
-        samples = len(load_task_class(config.task)(config).train_data())
+        task = make_task(config)
+        task.prepare_data()
+        samples = len(task.train_data())
         steps = batching.steps_per_epoch(samples)
         total = min(steps * training.max_epochs, training.max_steps or steps * training.max_epochs)
         print(f"# steps per epoch      {steps} for {samples} training samples; {total} steps in all")

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from shardwise.checkpoint import CheckpointStore
     from shardwise.checkpoint.export import export_checkpoint
     from shardwise.config import load_config
-    from shardwise.config.load import load_task_class
+    from shardwise.config.load import make_task
     from shardwise.errors import ShardwiseError
 
     folder, target = Path(args.run), Path(args.to)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        export_checkpoint(load_task_class(config.task)(config), checkpoint, aside)
+        export_checkpoint(make_task(config), checkpoint, aside)
         if target.exists():
             target.rmdir()
         aside.rename(target)

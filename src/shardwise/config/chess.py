@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock
+from shardwise.config.schema import Block, DataBlock, hub
 
 
 class ChessData(DataBlock):
@@ -16,7 +16,11 @@ class ChessData(DataBlock):
     )
     paths: list[str] = Field([], description="local: JSONL files, one object with the text of a game per line.")
     valid_paths: list[str] = Field([], description="local: files to validate on; default: a share of `paths`.")
-    dataset: str | None = Field(None, description="hub: name of the data set, or a folder that `datasets` can read.")
+    dataset: str | None = Field(
+        None,
+        description="hub: name of the data set, or a folder that `datasets` can read.",
+        json_schema_extra=hub("dataset"),
+    )
     split: str = Field("train", description="hub: which split to train on.")
     valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
     text_column: str = Field("text", min_length=1, description="local and hub: the key or column that holds the game.")
@@ -43,12 +47,18 @@ class ChessTokenizer(Block):
         description="moves: one token per move; pretrained: the tokenizer that comes with the model. "
         "Default: pretrained where the model has a name, else moves.",
     )
-    name: str | None = Field(None, description="pretrained: hub name or folder, if not the model's.")
+    name: str | None = Field(
+        None, description="pretrained: hub name or folder, if not the model's.", json_schema_extra=hub("model")
+    )
     max_seq_len: int = Field(256, ge=2, description="Tokens per game at most; longer games are cut here.")
 
 
 class ChessModel(Block):
-    name: str | None = Field(None, description="A Hugging Face causal LM: hub name or folder. Default: from scratch.")
+    name: str | None = Field(
+        None,
+        description="A Hugging Face causal LM: hub name or folder. Default: from scratch.",
+        json_schema_extra=hub("model"),
+    )
     architecture: str = Field("llama", description="From scratch: a Hugging Face model type (llama, gpt2, qwen2, …).")
     hidden_dim: int = Field(128, ge=1, description="From scratch: width.")
     num_layers: int = Field(4, ge=1, description="From scratch: blocks.")

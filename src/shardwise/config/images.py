@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock
+from shardwise.config.schema import Block, DataBlock, hub
 
 
 class ImagesData(DataBlock):
@@ -19,7 +19,11 @@ class ImagesData(DataBlock):
         None,
         description="folder: holds train/<class>/ and, if there is one, valid/<class>/ (or val/) with the image files.",
     )
-    dataset: str | None = Field(None, description="hub: name of the data set, or a folder that `datasets` can read.")
+    dataset: str | None = Field(
+        None,
+        description="hub: name of the data set, or a folder that `datasets` can read.",
+        json_schema_extra=hub("dataset"),
+    )
     split: str = Field("train", description="hub: which split to train on.")
     valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
     image_column: str = Field("image", min_length=1, description="hub: the column that holds the image.")
@@ -89,7 +93,9 @@ class ImagesData(DataBlock):
 
 class ImagesModel(Block):
     name: str | None = Field(
-        None, description="A Hugging Face image classification model: hub name or folder. Default: from scratch."
+        None,
+        description="A Hugging Face image classification model: hub name or folder. Default: from scratch.",
+        json_schema_extra=hub("model"),
     )
     architecture: str = Field(
         "resnet18",

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, create_model
 from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
+from shardwise.config.hub import use_fetched
 from shardwise.config.images import ImagesData, ImagesModel
 from shardwise.config.schema import Block, Config, DataBlock
 from shardwise.config.segmentation import SegmentationData, SegmentationModel
@@ -82,6 +83,11 @@ def config_class(task: Any, where: str = "config") -> type[Config]:
         # An empty block as the default, checked like one in the file: the block may have keys that are needed.
         fields[key] = (model, Field(default_factory=dict, description=Config.model_fields[key].description))
     return create_model("Config", __base__=Config, **fields)
+
+
+def make_task(config: Config) -> Any:
+    """The task of a config, ready to be asked for its data and its model."""
+    return load_task_class(config.task)(use_fetched(config))
 
 
 def load_task_class(task: Any, where: str = "config") -> Any:

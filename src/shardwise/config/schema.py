@@ -42,6 +42,11 @@ class Block(BaseModel):
     )
 
 
+def hub(kind: Literal["model", "dataset"]) -> dict[str, Any]:
+    """Marks a field as a name on the Hugging Face hub: json_schema_extra=hub("model"). `shardwise fetch` downloads it."""
+    return {"hub": kind}
+
+
 class DataBlock(Block):
     """What every task's `data` block has: how samples are loaded, not what they are."""
 
@@ -197,6 +202,8 @@ class Config(Block):
     name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
     run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
     seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from it.")
+    offline: bool = Field(False, description="Models and data sets of the hub are taken from fetch_dir, never the net.")
+    fetch_dir: str = Field("fetched", min_length=1, description="Where `shardwise fetch` puts them.")
     data: SerializeAsAny[DataBlock] = Field(default_factory=DataBlock, description="What is trained on.")
     tokenizer: SerializeAsAny[Block] = Field(default_factory=Block, description="How samples become numbers.")
     model: SerializeAsAny[Block] = Field(default_factory=Block, description="What is trained.")

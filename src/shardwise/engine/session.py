@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, save_from
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
-from shardwise.config.load import load_task_class
+from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
@@ -139,7 +139,7 @@ class Session:
             raise ConfigError(f"task: {self.config.task}: {kind.__name__} is not a subclass of shardwise.Task")
         if missing := sorted(getattr(kind, "__abstractmethods__", ())):
             raise ConfigError(f"task: {self.config.task}: {kind.__name__} has no {', '.join(missing)}")
-        return kind(self.config)
+        return make_task(self.config)
 
     def _build(self, task: Task) -> Callable[[], nn.Module]:
         def build() -> nn.Module:

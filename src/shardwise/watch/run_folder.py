@@ -27,6 +27,8 @@ class RunFolder:
         self._streams: dict[Path, IO[str]] = {}
         self._aside: Path | None = None
         """Where the run went that lay here before."""
+        self._made: list[Path] = []
+        """Folders that were not there, the innermost first."""
 
     @property
     def rank_file(self) -> Path:
@@ -49,6 +51,7 @@ class RunFolder:
             self.path.rename(aside)
             self._aside = aside
             notice = f"the earlier run was moved to {aside}"
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -60,8 +63,9 @@ class RunFolder:
         if (self.path / "run.json").exists():
             return
         shutil.rmtree(self.path / "ranks", ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self.path.rmdir()
+        with contextlib.suppress(OSError):  # somebody has put something there: it stays
+            for folder in self._made:
+                folder.rmdir()
             if self._aside is not None:
                 self._aside.rename(self.path)
 

@@ -51,7 +51,7 @@ def build_classifier(options: ImagesModel, classes: list[str], image_size: int) 
             raise _refused(config.model_type, error) from error
     try:
         model, loading = AutoModelForImageClassification.from_pretrained(
-            model_place(options.name),
+            options.name,
             config=config,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
@@ -63,11 +63,6 @@ def build_classifier(options: ImagesModel, classes: list[str], image_size: int) 
     return model
 
 
-def model_place(name: str) -> str:
-    """What Transformers is given for `model.name`: the one place where the name of a model is looked up."""
-    return name
-
-
 def pretrained_look(options: ImagesModel) -> dict[str, Any]:
     """What the named model was trained to see: `image_size`, `image_mean` and `image_std`, as far as its files say."""
     if options.name is None:
@@ -76,7 +71,7 @@ def pretrained_look(options: ImagesModel) -> dict[str, Any]:
 
     look: dict[str, Any] = {}
     try:
-        processor, _ = ImageProcessingMixin.get_image_processor_dict(model_place(options.name))
+        processor, _ = ImageProcessingMixin.get_image_processor_dict(options.name)
         look = {key: processor[key] for key in ("image_mean", "image_std") if processor.get(key)}
         sides = processor.get("crop_size") or processor.get("size")
         side = sides if isinstance(sides, int) else (sides or {}).get("height") or (sides or {}).get("shortest_edge")
@@ -107,7 +102,7 @@ def _pretrained_config(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_place(name))
+        return AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise _cannot_load(name, error) from error
 
