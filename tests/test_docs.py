@@ -22,7 +22,12 @@ from tests.conftest import REPOSITORY
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+)(?: title=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The commands of the docs, made small enough to run in a test; nothing else about them is changed.
-SMALL = "--set data.num_games=60 --set data.max_plies=8 --set training.max_steps=2 --set model.hidden_dim=16"
+SMALL = {
+    "chess": "--set data.num_games=60 --set data.max_plies=8 --set training.max_steps=2 --set model.hidden_dim=16",
+    "cells": "--set data.num_cells=200 --set training.max_steps=2 --set model.hidden_dim=16",
+    "segmentation": "--set data.num_subjects=6 --set data.size=[16,16,16] --set training.max_steps=2",
+    "images": "--set data.num_images=100 --set training.max_steps=2",
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,9 @@ def small(command: str) -> list[str]:
     words = shlex.split(command)
     if words[0] == "make":
         return ["make", "-n", *words[1:]]
-    if "train" in words and any("configs/" in word for word in words):
-        words += shlex.split(SMALL)
+    config = next((word for word in words if word.startswith("configs/")), None)
+    if config and words[1] != "config":
+        words += shlex.split(SMALL[Path(config).stem.partition("-")[0]])
     return [str(BIN / words[0]) if (BIN / words[0]).exists() else words[0], *words[1:]]
 
 

@@ -13,20 +13,38 @@ _HOMES = {
     "StepResult": "shardwise.engine.step",
     "Task": "shardwise.tasks",
     "Loss": "shardwise.tasks",
+    "Rows": "shardwise.tasks",
+    "BatchedSamples": "shardwise.data",
     "Block": "shardwise.config",
     "DataBlock": "shardwise.config",
     "Config": "shardwise.config",
     "load_config": "shardwise.config",
+    "hub_name": "shardwise.config.schema",
     "ShardwiseError": "shardwise.errors",
 }
-__all__ = ["Block", "Config", "DataBlock", "Loss", "Session", "ShardwiseError", "StepResult", "Task", "load_config"]
+__all__ = [
+    "BatchedSamples",
+    "Block",
+    "Config",
+    "DataBlock",
+    "Loss",
+    "Rows",
+    "Session",
+    "ShardwiseError",
+    "StepResult",
+    "Task",
+    "hub_name",
+    "load_config",
+]
 
 if TYPE_CHECKING:
     from shardwise.config import Block, Config, DataBlock, load_config
+    from shardwise.config.schema import hub_name
+    from shardwise.data import BatchedSamples
     from shardwise.engine.session import Session
     from shardwise.engine.step import StepResult
     from shardwise.errors import ShardwiseError
-    from shardwise.tasks import Loss, Task
+    from shardwise.tasks import Loss, Rows, Task
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock, hub
+from shardwise.config.schema import Block, DataBlock, hub_name
 
 
 class ChessData(DataBlock):
@@ -19,7 +19,7 @@ class ChessData(DataBlock):
     dataset: str | None = Field(
         None,
         description="hub: name of the data set, or a folder that `datasets` can read.",
-        json_schema_extra=hub("dataset"),
+        json_schema_extra=hub_name("dataset"),
     )
     split: str = Field("train", description="hub: which split to train on.")
     valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
@@ -48,7 +48,7 @@ class ChessTokenizer(Block):
         "Default: pretrained where the model has a name, else moves.",
     )
     name: str | None = Field(
-        None, description="pretrained: hub name or folder, if not the model's.", json_schema_extra=hub("model")
+        None, description="pretrained: hub name or folder, if not the model's.", json_schema_extra=hub_name("model")
     )
     max_seq_len: int = Field(256, ge=2, description="Tokens per game at most; longer games are cut here.")
 
@@ -57,7 +57,7 @@ class ChessModel(Block):
     name: str | None = Field(
         None,
         description="A Hugging Face causal LM: hub name or folder. Default: from scratch.",
-        json_schema_extra=hub("model"),
+        json_schema_extra=hub_name("model"),
     )
     architecture: str = Field("llama", description="From scratch: a Hugging Face model type (llama, gpt2, qwen2, …).")
     hidden_dim: int = Field(128, ge=1, description="From scratch: width.")

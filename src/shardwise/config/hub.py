@@ -1,6 +1,6 @@
 """What a config names on the Hugging Face hub, and where it lies once it has been fetched.
 
-A field of a block is such a name if its schema says so: Field(…, json_schema_extra=hub("model")) or hub("dataset").
+A field of a block is such a name if its schema says so: Field(…, json_schema_extra=hub_name("model")) or hub_name("dataset").
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock, hub
+from shardwise.config.schema import Block, DataBlock, hub_name
 
 
 class ImagesData(DataBlock):
@@ -22,7 +22,7 @@ class ImagesData(DataBlock):
     dataset: str | None = Field(
         None,
         description="hub: name of the data set, or a folder that `datasets` can read.",
-        json_schema_extra=hub("dataset"),
+        json_schema_extra=hub_name("dataset"),
     )
     split: str = Field("train", description="hub: which split to train on.")
     valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
@@ -95,7 +95,7 @@ class ImagesModel(Block):
     name: str | None = Field(
         None,
         description="A Hugging Face image classification model: hub name or folder. Default: from scratch.",
-        json_schema_extra=hub("model"),
+        json_schema_extra=hub_name("model"),
     )
     architecture: str = Field(
         "resnet18",

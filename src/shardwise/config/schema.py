@@ -42,8 +42,8 @@ class Block(BaseModel):
     )
 
 
-def hub(kind: Literal["model", "dataset"]) -> dict[str, Any]:
-    """Marks a field as a name on the Hugging Face hub: json_schema_extra=hub("model"). `shardwise fetch` downloads it."""
+def hub_name(kind: Literal["model", "dataset"]) -> dict[str, Any]:
+    """Marks a field as a name on the Hugging Face hub: json_schema_extra=hub_name("model"). `shardwise fetch` downloads it."""
     return {"hub": kind}
 
 

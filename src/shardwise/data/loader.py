@@ -237,7 +237,9 @@ class StepLoader:
         *,
         start: Cursor | None = None,
         epochs: int = 1,
+        keep_workers: bool = False,
     ) -> None:
+        """`keep_workers`: they stay from one iteration to the next."""
         batched = reader.samples if isinstance(reader.samples, BatchedSamples) else None
         # The loader deals requests to its workers in turn, so that the same piece always goes to the same worker.
         self.pieces = max(1, options.num_workers) if batched and batched.in_regions else 1
@@ -252,6 +254,7 @@ class StepLoader:
             sampler=self.requests,
             num_workers=options.num_workers,
             prefetch_factor=options.prefetch_factor if options.num_workers else None,
+            persistent_workers=keep_workers and options.num_workers > 0,
             # A spawned rank would spawn its workers too: they would start slowly, and copy the data set each.
             multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
             pin_memory=self.pins and self.pieces == 1,

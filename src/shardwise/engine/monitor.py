@@ -254,7 +254,7 @@ class Monitor:
 def _figure(name: str, value: float | None) -> str:
     if value is None:
         return "none"
-    return f"{value:.2%}" if name.endswith(("_share", "_accuracy")) else f"{value:.4g}"
+    return f"{value:.2%}" if name.endswith(("_share", "accuracy", "_agreement")) else f"{value:.4g}"
 
 
 def _rounded(times: dict[str, float]) -> dict[str, float]:

@@ -67,6 +67,7 @@ class Session:
         """The step and the cursor that this session started from."""
         self._bad: list[int] | None = None
         self._parts: Parts | None = None
+        self._valid_loader: StepLoader | None = None
 
     def _needs_group(self) -> bool | None:
         return True if self.config.training.strategy in ("ddp", "fsdp") or self.config.training.fsdp else None
@@ -82,6 +83,7 @@ class Session:
             self.close()
 
     def close(self) -> None:
+        self._valid_loader = None
         if self._parts is not None:
             self._parts.spread.release()
         self.world.leave()
@@ -232,16 +234,22 @@ class Session:
         """Metrics on the validation data; empty if the task has none. All ranks call it together."""
         if self.valid_data is None or not len(self.valid_data):
             return {}
-        loader = StepLoader(
-            Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
-            GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-            Batching(self.world.size, self.batching.batch_size, 1),
-            self.world.rank,
-            self.world.device,
-            self.config.data,
-        )
+        if self._valid_loader is None:
+            # Its workers stay until the end: to fork again in the middle of a run takes time, and a fork while another
+            # thread starts or ends may hang (Python 3.11).
+            self._valid_loader = StepLoader(
+                Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
+                GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
+                Batching(self.world.size, self.batching.batch_size, 1),
+                self.world.rank,
+                self.world.device,
+                self.config.data,
+                keep_workers=True,
+            )
         self.parts.spread.share_buffers()
-        metrics = run_evaluation(self.parts, loader, Path(self.config.run_folder) / "pictures", self.steps_done)
+        metrics = run_evaluation(
+            self.parts, self._valid_loader, Path(self.config.run_folder) / "pictures", self.steps_done
+        )
         if self.config.training.monitor not in metrics:
             raise ConfigError(
                 f"training.monitor: {self.config.training.monitor!r} is not a metric of this task; "
