@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -57,16 +56,7 @@ def test_weights_and_batches_are_channels_last_on_the_gpu(ranks: RankPool, strat
 
 def test_in_fp32_a_gpu_trains_a_vit_as_the_cpu_does(ranks: RankPool) -> None:
     on_cpu = ranks.run(1, work.train, VIT, ["training.device=cpu", "training.strategy=single", *EXACT])[0]
-    assert_same_curve(ranks.run(1, _train_without_tf32, [*ON_GPU, *EXACT])[0], on_cpu)
-
-
-def _train_without_tf32(overrides: list[str]) -> dict[str, Any]:
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False  # PyTorch lets convolutions round to ten binary digits by default
-    try:
-        return work.train(VIT, overrides)
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
+    assert_same_curve(ranks.run(1, work.train, VIT, [*ON_GPU, *EXACT])[0], on_cpu)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from shardwise.data import Reader
-from shardwise.data.loader import Request
-from shardwise.data.order import Cursor
+from shardwise.data.loader import Work
 from shardwise.tasks.images.views import IMAGENET_MEAN, IMAGENET_STD, Look, _random_box, training_view, validation_view
 from tests.images_task.made import RESNET, task_of
 
@@ -73,7 +72,7 @@ def test_what_is_random_in_a_sample_follows_from_seed_epoch_and_sample_only() ->
     def pixels(ids: tuple[int, ...], epoch: int, seed: int = 0) -> torch.Tensor:
         random.random()
         reader = Reader(data, task.collate, task.count, seed)
-        return reader.read(Request(ids, epoch, False, True, Cursor(), len(ids))).inputs["pixels"]
+        return reader.read(Work(np.array(ids), (len(ids),), epoch)).inputs[0]["pixels"]
 
     assert torch.equal(pixels((3, 5), 0)[1], pixels((5,), 0)[0])
     assert not torch.equal(pixels((5,), 0), pixels((5,), 1))

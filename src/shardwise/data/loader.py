@@ -24,7 +24,7 @@ from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
 from shardwise.data.order import Cursor, GlobalOrder, Indices, cut, shares
 from shardwise.data.packing import Packed, pack, unpack
-from shardwise.data.seeding import seeded
+from shardwise.data.seeding import generators_kept, seed_host
 from shardwise.errors import DataError
 
 
@@ -208,19 +208,20 @@ class Reader:
             ) from error
 
     def _collated(self, samples: Samples, ids: list[int], epoch: int) -> Any:
-        read = [self._sample(samples, index, epoch) for index in ids]
-        with seeded(self.seed, Purpose.COLLATE, epoch, *ids):
+        with generators_kept():
+            read = [self._sample(samples, index, epoch) for index in ids]
+            seed_host(self.seed, Purpose.COLLATE, epoch, *ids)
             return self.collate(read)
 
     def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
-        with seeded(self.seed, Purpose.SAMPLE, epoch, index):
-            try:
-                return samples[index]
-            except DataError:
-                raise
-            except Exception as error:
-                kind = type(error).__name__
-                raise DataError(f"sample {index} of the {self.name} data cannot be read: {kind}: {error}") from error
+        seed_host(self.seed, Purpose.SAMPLE, epoch, index)
+        try:
+            return samples[index]
+        except DataError:
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            raise DataError(f"sample {index} of the {self.name} data cannot be read: {kind}: {error}") from error
 
 
 class StepLoader:

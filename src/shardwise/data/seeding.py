@@ -20,14 +20,18 @@ def seed_everything(*key: int) -> None:
     torch.manual_seed(int(second))
 
 
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Whatever is drawn on the host in here follows from the key; the generators are left as they were."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def seed_host(*key: int) -> None:
+    """What is drawn on the host from here on follows from the key; the devices' generators are left alone."""
     first, second = np.random.SeedSequence(key).generate_state(2)
     random.seed(int(first))
     np.random.seed(first)
     torch.default_generator.manual_seed(int(second))
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Afterwards the host's generators are as they were. That takes longer than seeding them: once per batch, not sample."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
     finally:

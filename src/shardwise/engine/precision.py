@@ -16,6 +16,11 @@ class Precision:
     name: str
     device_type: str
 
+    def settle(self) -> None:
+        """32-true means fp32: by default PyTorch lets cuDNN round the inputs of convolutions to ten binary digits (TF32)."""
+        if self.name == "32-true" and self.device_type == "cuda":
+            torch.backends.cudnn.allow_tf32 = False
+
     def autocast(self) -> AbstractContextManager[None]:
         """Matrix products in the narrow type, sensitive operations (norms, softmax, losses) in fp32."""
         dtype = _COMPUTE.get(self.name)

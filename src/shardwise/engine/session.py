@@ -122,6 +122,7 @@ class Session:
         spread_model = spread(self._build(task), task.blocks, self.strategy, training, self.world)
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
+        precision.settle()
         self._parts = Parts(
             config=self.config,
             task=task,
