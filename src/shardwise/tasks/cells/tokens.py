@@ -184,14 +184,15 @@ def _log_normalized(values: NDArray[np.float32], rows: SparseRows, target: float
     return np.log1p(values * np.repeat(scale, rows.lengths).astype(np.float32))
 
 
-def _bins(falling: NDArray[np.uint32], lengths: Ints, bins: int) -> NDArray[np.int64]:
+def _bins(falling: NDArray[np.uint32], lengths: Ints, bins: int) -> NDArray[np.uint32]:
     """Bins of equal size among the genes of a cell, 0 for the least expressed; equal values share the upper bin."""
     place = np.arange(falling.shape[1])
     first_of_equals = np.ones(falling.shape, bool)
     first_of_equals[:, 1:] = falling[:, 1:] != falling[:, :-1]
     above = np.maximum.accumulate(np.where(first_of_equals, place, 0), axis=1)
     length = np.maximum(lengths, 1)[:, None]
-    return np.maximum(length - 1 - above, 0) * bins // length
+    # floor(below × bins ÷ length). The half keeps the product of floats away from whole numbers, where rounding would matter.
+    return ((np.maximum(length - 1 - above, 0) * bins + 0.5) * (1 / length)).astype(np.uint32)
 
 
 def _put(into: NDArray[Any], places: Ints, values: NDArray[Any]) -> None:
