@@ -16,7 +16,7 @@ from shardwise.config import Batching
 from shardwise.config.cells import CellsTokenizer
 from shardwise.data import Cursor, Reader, StepLoader, shares
 from shardwise.tasks.cells import CellsTask
-from shardwise.tasks.cells.rows import SparseRows
+from shardwise.tasks.cells.rows import SparseRows, gather
 from shardwise.tasks.cells.samples import LINE, Split, StreamedCells
 from shardwise.tasks.cells.tokens import CellTokenizer
 from tests.cells_task.files import random_counts, write_cells
@@ -200,3 +200,14 @@ def test_resuming_reads_one_window_and_nothing_before_it() -> None:
     batch = next(iter(cells.order(0).batches(Cursor(0, 700_000 // 256 * 256), 256, 1)))
     cells.rows(batch.indices, 0)
     assert source.rows <= 2 * 65_536 + 64 * 2 * LINE
+
+
+def test_held_out_cells_are_gathered_without_reading_the_file_in_one_piece() -> None:
+    source = Counting(Constant())
+    rows = np.arange(0, 200_000, 20)
+    found = gather(source, rows)
+    assert len(found) == len(rows)
+    assert max(last - first for first, last in source.read_rows) <= 8192
+    scattered = Counting(Constant())
+    gather(scattered, np.arange(0, 1_000_000, 1000))
+    assert scattered.rows == 1000, "far apart, each is read alone"

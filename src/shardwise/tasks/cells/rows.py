@@ -64,10 +64,13 @@ class CellSource(Protocol):
         """A label for every row, as a number (-1: none), and the names; None where there are no labels."""
 
 
-def gather(source: CellSource, rows: Ints, *, gap: int = 64) -> SparseRows:
-    """Single rows, in the order asked for (ascending). Rows close together are read in one go."""
-    parts = []
-    for run in np.split(rows, np.flatnonzero(np.diff(rows) > gap) + 1):
-        if len(run):
-            parts.append(source.read(int(run[0]), int(run[-1]) + 1).take(run - run[0]))
+def gather(source: CellSource, rows: Ints, *, gap: int = 64, at_once: int = 8192) -> SparseRows:
+    """Single rows, in ascending order. Those close together are read in one go, but never more than `at_once` rows."""
+    far = np.diff(rows) > gap
+    elsewhere = np.diff(rows // at_once) > 0
+    parts = [
+        source.read(int(run[0]), int(run[-1]) + 1).take(run - run[0])
+        for run in np.split(rows, np.flatnonzero(far | elsewhere) + 1)
+        if len(run)
+    ]
     return stack(parts)
