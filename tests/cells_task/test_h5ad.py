@@ -78,7 +78,7 @@ def test_a_given_vocabulary_decides_and_what_does_not_fit_is_reported(
         corpus = corpus_of(path, gene_vocab=vocabulary)
     assert list(corpus.genes) == ["C", "A", "X", "Y"]
     assert (dense(corpus.training, 4)[:, :2] == counts[:, [2, 0]]).all()
-    assert f"{path}: 1 genes are not in the vocabulary and left out (B, …); 2 of it are not here" in caplog.text
+    assert f"{path} has 2 of the 4 genes of the vocabulary; 1 others are not in it and left out (B, …)" in caplog.text
     json = tmp_path / "genes.json"
     json.write_text('["C", "A", "X", "Y"]')
     assert corpus_of(path, gene_vocab=json).genes == corpus.genes
@@ -153,6 +153,29 @@ def broken(tmp_path: Path, kind: str) -> Path:
             file["X/indptr"][-1] = 10**6
         elif kind == "empty":
             file["X"].attrs["shape"] = np.array([0, 5])
+            del file["X/indptr"]
+            file["X/indptr"] = np.array([0])
+        elif kind == "columns":
+            file["X/indices"][3] = -1
+        elif kind in ("short indptr", "short indices"):
+            part = kind.removeprefix("short ")
+            values = file[f"X/{part}"][:-1]
+            del file[f"X/{part}"]
+            file[f"X/{part}"] = values
+        elif kind == "text values":
+            values = file["X/data"][:].astype("S5")
+            del file["X/data"]
+            file["X/data"] = values
+        elif kind == "no shape":
+            del file["X"].attrs["shape"]
+        elif kind == "old":
+            del file["var"]
+            file["var"] = np.array([(b"g",)], dtype=[("index", "S2")])
+        elif kind == "too large":
+            values = file["X/data"][:].astype("f8")
+            values[2] = 1e300
+            del file["X/data"]
+            file["X/data"] = values
     return path
 
 
@@ -168,6 +191,13 @@ MESSAGES = {
     "no var": "has no var, the table of genes: it is not an h5ad file",
     "pointers": "its row pointers lead outside the file",
     "empty": "has no cells",
+    "columns": "name columns that X does not have: the file is damaged. Copy it again",
+    "short indptr": "the parts of X do not fit together: the file is damaged",
+    "short indices": "the parts of X do not fit together: the file is damaged",
+    "text values": "X holds |S5, not numbers that could be counts",
+    "no shape": "is damaged or of a kind that cannot be read (KeyError",
+    "old": "anndata.read_h5ad(…).write_h5ad(…)",
+    "too large": "has a value that is no number (NaN or infinite)",
 }
 
 
@@ -229,3 +259,10 @@ def test_counts_and_normalised_values_do_not_mix(tmp_path: Path) -> None:
     paths = [write_cells(tmp_path / f"{i}.h5ad", random_counts(20, 5) * scale) for i, scale in enumerate((1, 0.37))]
     with pytest.raises(DataError, match=r"0.h5ad holds whole numbers \(counts\) and .*1.h5ad does not"):
         corpus_of(*paths)
+
+
+def test_a_file_named_twice_is_refused(tmp_path: Path) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(20, 5))
+    (tmp_path / "b.h5ad").symlink_to(path)
+    with pytest.raises(DataError, match=r"data.paths names .*a.h5ad twice: its cells would be trained on and held out"):
+        corpus_of(path, tmp_path / "b.h5ad")

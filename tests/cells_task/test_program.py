@@ -25,10 +25,10 @@ SMALL = [
 @pytest.mark.parametrize("name", ["cells-tiny", "cells-large"])
 def test_the_shipped_configs_train_and_export(tmp_path: Path, name: str) -> None:
     (tmp_path / "data").mkdir()
-    write_cells(tmp_path / "data" / "cells.h5ad", random_counts(200, 30), labels=["T", "B"] * 100)
+    write_cells(tmp_path / "data" / "cells.h5ad", random_counts(1200, 30), labels=["T", "B"] * 600)
     small = [
         *SMALL,
-        *(["data.num_cells=200"] if name == "cells-tiny" else ["data.num_workers=1", "training.batch_size=4"]),
+        *(["data.num_cells=1200"] if name == "cells-tiny" else ["data.num_workers=1", "training.batch_size=4"]),
     ]
     config = str(REPOSITORY / "configs" / f"{name}.yaml")
     done = run_program([SHARDWISE, "train", config, *(word for key in small for word in ("--set", key))], tmp_path)

@@ -126,6 +126,8 @@ def test_a_resumed_stream_goes_on_where_it_was(files: list[Path], consumed: int)
 class Counting:
     """A source that remembers which rows were read, and how many rows it handed out."""
 
+    origin = "counted"
+
     def __init__(self, source: Any) -> None:
         self.source = source
         self.read_rows: list[tuple[int, int]] = []
@@ -147,6 +149,8 @@ class Counting:
 
 class Constant:
     """A million cells with one gene each, in no file."""
+
+    origin = "constant"
 
     def __len__(self) -> int:
         return 1_000_000

@@ -56,9 +56,11 @@ def test_genes_are_ranked_by_expression_and_the_least_expressed_are_cut(max_gene
     counts = random_counts(20, GENES)
     batch = revealed(encoded("rank_value", counts, max_genes=max_genes, cls=cls))
     for row, cell in zip(batch["genes"].tolist(), counts, strict=True):
-        by_expression = sorted(np.flatnonzero(cell), key=lambda gene: (-cell[gene], gene))[:max_genes]
-        expected = [CLS] * cls + [FIRST_GENE + int(gene) for gene in by_expression]
-        assert row == expected + [PAD] * (len(row) - len(expected))
+        present = np.flatnonzero(cell)
+        shown = [token - FIRST_GENE for token in row if token >= FIRST_GENE]
+        assert row == [CLS] * cls + [FIRST_GENE + gene for gene in shown] + [PAD] * (len(row) - cls - len(shown))
+        assert len(set(shown)) == len(shown) == min(max_genes, len(present)) and set(shown) <= set(present.tolist())
+        assert [cell[gene] for gene in shown] == sorted(cell[present], reverse=True)[:max_genes]
 
 
 @pytest.mark.parametrize("target_sum", [None, 1000.0])
@@ -152,6 +154,19 @@ def test_a_rank_does_not_tell_a_hidden_expression() -> None:
         for row in encoded(strategy, counts)["genes"].tolist():
             genes = [gene for gene in row if gene >= FIRST_GENE]
             assert genes == sorted(genes)
+
+
+def test_among_equal_counts_the_neighbours_do_not_tell_a_hidden_gene() -> None:
+    """All counts equal: between two neighbours lies any other gene as often as chance has it."""
+    counts = np.ones((500, GENES), int)
+    genes = revealed(encoded("rank_value", counts))["genes"][:, 1:].numpy()
+    left, middle, right = genes[:, :-2], genes[:, 1:-1], genes[:, 2:]
+    between = (np.minimum(left, right) < middle) & (middle < np.maximum(left, right))
+    assert between.mean() == pytest.approx(1 / 3, abs=0.01)
+    assert (np.sort(genes, axis=1) == np.arange(GENES) + FIRST_GENE).all()
+    assert len({tuple(row) for row in genes}) == 500, "each cell has an order of its own"
+    again = revealed(encoded("rank_value", counts, epoch=3))["genes"][:, 1:].numpy()
+    assert (genes == again).all(), "and keeps it"
 
 
 def test_a_random_replacement_is_never_a_special_token() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.config import Batching, DataBlock
 from shardwise.data import Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.data.seeding import places_of, random_bits
 from shardwise.errors import DataError
 
 CPU = torch.device("cpu")
@@ -238,3 +239,17 @@ def test_a_batch_keeps_its_shape_on_its_way_to_the_device() -> None:
     assert moved["x"].is_meta and moved["pair"][0].is_meta and moved["pair"][1][0].is_meta
     assert isinstance(moved["pair"], tuple) and isinstance(moved["pair"][1], list)
     assert (moved["name"], moved["number"]) == ("text", 3)
+
+
+@given(st.integers(0, 2**40), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50), st.integers(0, 1000))
+def test_random_bits_tell_the_place_they_were_drawn_for(sample: int, places: list[int], seed: int) -> None:
+    samples, wanted = np.full(len(places), sample), np.array(places)
+    bits = random_bits((seed, 1), samples, wanted)
+    assert places_of((seed, 1), samples, bits).tolist() == places
+
+
+def test_random_bits_are_as_even_as_chance_has_it() -> None:
+    bits = random_bits((0,), np.repeat(np.arange(200), 500), np.tile(np.arange(500), 200))
+    share = np.unpackbits(bits.view(np.uint8)).mean()
+    assert share == pytest.approx(0.5, abs=0.002)
+    assert np.bincount(bits >> 28, minlength=16) == pytest.approx(np.full(16, 6250), rel=0.06)

@@ -267,3 +267,21 @@ def test_waiting_for_data_is_logged_and_said_once_with_the_remedy(ranks: RankPoo
     assert all(0 <= share <= 1 for share in shares) and max(shares[1:]) > 0.1
     quick = fit(ranks, tmp_path, [*DDP, "training.max_steps=3"], fresh=True)["output"]
     assert "data wait" in quick
+
+
+def test_a_resume_says_what_was_changed_and_keeps_the_earlier_config(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"])
+    output = fit(ranks, tmp_path, [*DDP, "training.max_epochs=2", "training.gradient_clip=0.5"], resume="auto")[
+        "output"
+    ]
+    assert "changed since then, the earlier config is kept beside:" in output
+    assert "training.gradient_clip: 1.0 → 0.5" in output and "training.max_epochs: 1 → 2" in output
+    assert "max_epochs: 1\n" in (tmp_path / "runs" / "ragged" / "config-1.yaml").read_text()
+    again = fit(ranks, tmp_path, [*DDP, "training.max_epochs=2", "training.gradient_clip=0.5"], resume="auto")["output"]
+    assert "changed since then" not in again
+
+
+def test_a_resume_without_a_checkpoint_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="there is no whole checkpoint"):
+        fit(ranks, tmp_path, DDP, resume="latest")
+    assert list(tmp_path.iterdir()) == []

@@ -144,3 +144,16 @@ def test_narrow_weights_are_refused_where_there_is_batch_norm(ranks: RankPool) -
         AssertionError, match=r"training.precision: bf16-true does not go with batch norm, .* use bf16-mixed"
     ):
         ranks.run(2, work.train, RESNET, ["training.precision=bf16-true"])
+
+
+def test_a_last_batch_of_one_sample_is_said_at_the_start_and_explained_where_it_fails(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Nine samples in batches of eight, down to a single value per channel."""
+    one_left = ["data.num_images=12", "data.num_classes=3", "data.valid_fraction=0.25", "data.image_size=8"]
+    one_left += ["model.depths=[1, 1, 1]", "model.widths=[16, 16, 16]", "training.strategy=single"]
+    with pytest.raises(AssertionError, match="batch norm cannot take a micro-batch of one sample"):
+        ranks.run(1, work.run_fit, RESNET, one_left, str(tmp_path))
+    (tmp_path / "more").mkdir()
+    output = ranks.run(1, work.run_fit, RESNET, [*one_left, "data.image_size=32"], str(tmp_path / "more"))[0]["output"]
+    assert "warning: the last batch of an epoch has 1 sample(s) for 1 rank(s)" in output

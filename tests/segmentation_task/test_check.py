@@ -101,6 +101,14 @@ def test_labels_outside_the_classes_are_named_by_value(root: Path) -> None:
     folder_task(root, "data.classes=8").prepare_data()
 
 
+def test_of_many_labels_none_escapes_the_check(root: Path) -> None:
+    label = a_volume((16, 16, 16))[1]
+    label.ravel()[:30] = range(30)
+    write_nifti(label_of(root), label)
+    assert "has the value(s) 25, 26, 27, 28, 29, but data.classes is 25" in complaint(root, "data.classes=25")
+    folder_task(root, "data.classes=30").prepare_data()
+
+
 @pytest.mark.parametrize(("values", "shown"), [([-1.0], "-1"), ([0.5], "0.5"), ([np.nan], "nan")])
 def test_labels_that_are_no_class_numbers_are_named(root: Path, values: list[float], shown: str) -> None:
     label = a_volume((16, 16, 16))[1].astype(np.float32)

@@ -80,6 +80,7 @@ def _costs(session: Session, steps: int) -> Costs:
     """Each part of the way of a micro-batch, one after the other in this process."""
     reading, collating, moving, computing = (_Stopwatch(session.world.device) for _ in range(4))
     data, device = session.train_data, session.world.device
+    together = _together(session, 0)
     reader = _reader(session)
     timed = replace(reader, collate=collating.around(reader.collate))
     if isinstance(data, BatchedSamples):
@@ -87,21 +88,20 @@ def _costs(session: Session, steps: int) -> Costs:
     else:
         timed = replace(timed, samples=_Timed(data, reading))
         read = timed.read
-    batches = iter(_loader(session, 0))
-    session.step(next(batches))  # the first step takes longer
-    for batch in itertools.islice(batches, steps):
-        request = batch.micro[0].request
+    first = next(iter(_loader(session, 0)))
+    session.step(replace(first, micro=[micro.to(device) for micro in first.micro]))  # the first step takes longer
+    # What would be asked for next, and has not been read yet.
+    requests = itertools.islice(_loader(session, 0).requests.micro_batches(), together, together + steps)
+    for request in requests:
         made = timed.micro_batches([read(Work(request.ids, (len(request.ids),), request.epoch))], [request])
         moved = [moving.around(micro.to)(device) for micro in made]
-        computing.around(session.step)(replace(batch, micro=moved))
+        computing.around(session.step)(StepBatch(moved))
     return Costs(*(watch.per(steps) for watch in (reading, collating, moving, computing)))
 
 
 def _pace(session: Session, workers: int, steps: int) -> Pace:
-    loader = _loader(session, workers)
-    # Steps that are read in one go: the first of them waits for all, and the others for nothing.
-    together = -(-loader.requests.at_once // session.batching.batch_size)
-    batches = iter(loader)
+    together = _together(session, workers)
+    batches = iter(_loader(session, workers))
     for _ in range(together):  # the workers have started
         next(batches, None)
     began, samples = time.perf_counter(), 0
@@ -126,6 +126,11 @@ def _pace(session: Session, workers: int, steps: int) -> Pace:
     return Pace(workers, rate, statistics.mean(waits) * 1e3, sum(waits) / sum(wholes))
 
 
+def _together(session: Session, workers: int) -> int:
+    """Steps that are read in one go: the first of them waits for all, and the others for nothing."""
+    return -(-_loader(session, workers).requests.at_once // session.batching.batch_size)
+
+
 def _verdict(costs: Costs, paces: list[Pace], cores: int, configured: int) -> str:
     """One sentence: which it is, and what to set."""
     parts = {"reading": costs.read, "collating": costs.collate, "moving to the device": costs.move}
@@ -147,8 +152,8 @@ def _verdict(costs: Costs, paces: list[Pace], cores: int, configured: int) -> st
             f"step. {_upper(what)}."
         )
     remedy = {
-        "reading": "make a sample cheaper to read (data.streaming or a sharded copy for cells, data.cache for volumes, "
-        "smaller files for images), or use a machine with more cores per device",
+        "reading": "make a sample cheaper to read (a sharded copy of cells, data.cache for volumes, smaller image files), "
+        "or use a machine with more cores per device",
         "collating": "make the task's collate cheaper, or leave more of it to the device",
         "moving to the device": "set data.pin_memory: true, or move smaller types",
     }[slowest]

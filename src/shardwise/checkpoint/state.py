@@ -39,6 +39,8 @@ class Progress:
     global_batch: int
     samples: int
     seed: int
+    order: str = ""
+    """The name of the order in which samples come, to notice a resume in another one."""
 
     @classmethod
     def read(cls, folder: Path) -> Progress:

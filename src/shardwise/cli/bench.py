@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         workers = [int(number) for number in args.workers.split(",")] if args.workers else _usual(cores)
     except ValueError:
         raise ConfigError(f"--workers {args.workers}: write numbers with commas, for example 0,2,4") from None
+    workers = sorted({*workers, config.data.num_workers})
     if args.steps < 1 or min(workers) < 0:
         raise ConfigError("--steps must be at least 1, and --workers must not be below 0")
     profile = profile_data(config, workers, args.steps, cores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     aside.mkdir(parents=True)
     try:
         export_checkpoint(make_task(config), checkpoint, aside)
+        for file in aside.iterdir():  # safetensors makes files that only their owner may read
+            file.chmod(0o666 & ~_umask())
         if target.exists():
             target.rmdir()
         aside.rename(target)
@@ -53,6 +56,12 @@ def run(args: argparse.Namespace) -> int:
     for file in sorted(target.iterdir()):
         print(f"  {file.name:<28} {file.stat().st_size / 2**20:8.2f} MiB")
     return 0
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
 
 
 def _import_from(folder: Path) -> list[str]:

@@ -38,6 +38,8 @@ class Samples(Protocol):
 class BatchedSamples(ABC):
     """A data set that makes whole micro-batches itself, where one sample at a time would be slow."""
 
+    origin: str = ""
+    """What the samples are numbered by, where several copies of the same data number them differently."""
     at_once: int = 1024
     """How many samples to read in one go, of several micro-batches if those are smaller."""
     in_regions: bool = False
@@ -272,7 +274,15 @@ class StepLoader:
         step = StepBatch()
         while True:
             began = time.perf_counter()
-            pieces = [next(loaded, None) for _ in range(self.pieces)]
+            try:
+                pieces = [next(loaded, None) for _ in range(self.pieces)]
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise DataError(
+                    f"a loader worker was killed, probably because memory ran out: {str(error).splitlines()[0]} Use fewer "
+                    "data.num_workers, a smaller data.prefetch_factor or, where data is streamed, a smaller buffer"
+                ) from error
             for piece in pieces:
                 if isinstance(piece, DataError):
                     del loaded  # its workers end now, not when somebody lets go of the error and this frame in it
@@ -304,7 +314,7 @@ class _Requests:
         self.asked.clear()
         group: list[Request] = []
         samples = 0
-        for request in self._micro_batches():
+        for request in self.micro_batches():
             if group and (samples >= self.at_once or request.epoch != group[0].epoch):
                 yield from self._cut(group)
                 group, samples = [], 0
@@ -313,7 +323,7 @@ class _Requests:
         if group:
             yield from self._cut(group)
 
-    def _micro_batches(self) -> Iterator[Request]:
+    def micro_batches(self) -> Iterator[Request]:
         for batch in self.order.batches(self.start, self.batching.global_batch, self.epochs):
             mine = shares(batch.indices, self.batching, self.rank)
             for position, part in enumerate(mine):

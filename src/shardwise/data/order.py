@@ -46,6 +46,11 @@ class GlobalOrder:
         self._epoch = -1
         self._permutation: Indices = np.empty(0, np.int64)
 
+    @property
+    def name(self) -> str:
+        """Two orders of the same samples and seed that have the same name are the same order."""
+        return "shuffled" if self.shuffle else "as it is"
+
     def part(self, epoch: int, begin: int, end: int) -> Indices:
         """The samples at the positions from `begin` to `end` of an epoch."""
         if not self.shuffle:

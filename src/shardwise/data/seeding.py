@@ -45,14 +45,33 @@ def random_bits(key: tuple[int, ...], samples: NDArray[np.integer], places: NDAr
 
     What is drawn for a sample does not depend on which samples stand beside it, as it would with a generator.
     """
+    return _mixed(places.astype(np.uint32) * _STRIDE + _of_samples(key, samples), _MURMUR)
+
+
+def places_of(key: tuple[int, ...], samples: NDArray[np.integer], bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """The reverse: no two places of a sample have the same bits, so the bits tell the place."""
+    return (_mixed(bits.copy(), _MURMUR_BACK) - _of_samples(key, samples)) * _STRIDE_BACK
+
+
+def _of_samples(key: tuple[int, ...], samples: NDArray[np.integer]) -> NDArray[np.uint32]:
     start = np.random.SeedSequence(key).generate_state(1, np.uint64)
-    of_sample = _mixed(samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start, _SPLITMIX)
-    return _mixed(places.astype(np.uint32) * np.uint32(0x9E3779B9) + of_sample.astype(np.uint32), _MURMUR)
+    return _mixed(samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start, _SPLITMIX).astype(np.uint32)
 
 
 # The finalisers of splitmix64 and murmur3: every bit of the input changes every bit of the output with a chance of half.
+# Each step can be undone: x ^= x >> s by itself (s ≥ 16 of 32) or by doing it twice as far once more, a product by the
+# inverse factor.
 _SPLITMIX = (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9), np.uint64(27), np.uint64(0x94D049BB133111EB), np.uint64(31))
 _MURMUR = (np.uint32(16), np.uint32(0x85EBCA6B), np.uint32(13), np.uint32(0xC2B2AE35), np.uint32(16))
+_STRIDE = np.uint32(0x9E3779B9)
+
+
+def _inverse(factor: np.uint32) -> np.uint32:
+    return np.uint32(pow(int(factor), -1, 2**32))
+
+
+_STRIDE_BACK = _inverse(_STRIDE)
+_MURMUR_BACK = (_MURMUR[4], _inverse(_MURMUR[3]), _MURMUR[2], _inverse(_MURMUR[1]), _MURMUR[0])
 
 
 def _mixed(bits: NDArray[Any], recipe: tuple[Any, Any, Any, Any, Any]) -> NDArray[Any]:
@@ -60,6 +79,8 @@ def _mixed(bits: NDArray[Any], recipe: tuple[Any, Any, Any, Any, Any]) -> NDArra
     bits ^= bits >> first
     bits *= multiplier
     bits ^= bits >> second
+    if recipe is _MURMUR_BACK:  # a shift below half of the width takes a second step back
+        bits ^= bits >> (second + second)
     bits *= another
     bits ^= bits >> third
     return bits

@@ -31,6 +31,10 @@ class StreamOrder(GlobalOrder):
         self._chunks = lru_cache(maxsize=2)(self._shuffled_chunks)
         self._places = lru_cache(maxsize=2)(self._shuffled_window)
 
+    @property
+    def name(self) -> str:
+        return f"streamed in chunks of {self.chunk}, shuffled in windows of {self.window}"
+
     def part(self, epoch: int, begin: int, end: int) -> Indices:
         """Sorted by place in the window, so that ranks may take neighbouring parts of it."""
         first = begin // self.window * self.window

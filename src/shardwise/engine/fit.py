@@ -29,12 +29,12 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
                 console.say(notice)
             try:
                 session.prepare()
+                resumed = session.resume(resume) if resume else None
             except BaseException:
                 if session.world.is_first:
                     folder.abandon()
                 raise
             monitor = Monitor(session, folder, console)
-            resumed = session.resume(resume) if resume else None
             monitor.begin(resumed, resuming=resume is not None)
             with _stop_on_signal(session):
                 stopped = _train(session, monitor)

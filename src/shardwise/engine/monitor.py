@@ -58,7 +58,9 @@ class Monitor:
         session, batching = self.session, self.session.batching
         if resuming:  # from the beginning, where there was no checkpoint yet
             self.folder.forget_after(session.steps_done if resumed else -1)
+        changes: list[str] = []
         if session.world.is_first:
+            changes = self.folder.changes_to(session.config) if resumed else []
             self.folder.describe(session.config, self._facts())
             self.trackers = open_trackers(session.config, self.folder.path)
         parameters = sum(parameter.numel() for parameter in session.parts.spread.module.parameters())
@@ -75,6 +77,8 @@ class Monitor:
         self._mind_the_batch_norm()
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
+            if changes:
+                self.console.say("changed since then, the earlier config is kept beside:  " + ";  ".join(changes))
             if session.batch_before != batching.global_batch:
                 self.console.say(
                     f"warning: the global batch was {session.batch_before} and is {batching.global_batch} now, so the curve "
@@ -99,7 +103,8 @@ class Monitor:
                 self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss})
             )
             return
-        self.last_loss = session.loss(result)
+        loss = session.loss(result)
+        self.last_loss = loss if result.global_count else self.last_loss
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)
         readings = self.rates.read()
@@ -194,7 +199,16 @@ class Monitor:
 
     def _mind_the_batch_norm(self) -> None:
         model, world = self.session.parts.spread.module, self.session.world
-        if world.size > 1 and has_batch_norm(model):
+        if not has_batch_norm(model):
+            return
+        batching = self.session.batching
+        rest = len(self.session.train_data) % batching.global_batch
+        if rest and rest // world.size <= 1 and batching.batch_size > 1:
+            self.console.say(
+                f"warning: the last batch of an epoch has {rest} sample(s) for {world.size} rank(s): batch norm learns little "
+                "from one sample, or fails on it; another training.batch_size avoids it"
+            )
+        if world.size > 1:
             synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
             self.console.say(
                 "batch norm: statistics over the micro-batches of all ranks (SyncBatchNorm)"

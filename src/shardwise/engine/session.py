@@ -281,6 +281,7 @@ class Session:
             global_batch=self.batching.global_batch,
             samples=len(self.train_data),
             seed=self.config.seed,
+            order=self._order_name(),
         )
         path = save_from(self.parts.spread.module, self.parts.optimizer, progress, self.store, self.world)
         self.saved_at = self.steps_done
@@ -311,7 +312,17 @@ class Session:
             self.parts.scaler.load_state_dict(progress.scaler)
         return path
 
+    def _order_name(self) -> str:
+        origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""
+        return f"{origin} {self.order().name}".strip()
+
     def _check_same_run(self, progress: Progress) -> None:
+        if progress.cursor.consumed and progress.order not in ("", self._order_name()):
+            raise ConfigError(
+                f"the checkpoint lies in the middle of an epoch whose samples come {progress.order!r}; now they would come "
+                f"{self._order_name()!r}, so some would be used twice and some never. Resume with the data block it had, or "
+                "from a checkpoint at the end of an epoch"
+            )
         if progress.samples != len(self.train_data) or progress.seed != self.config.seed:
             raise ConfigError(
                 f"the checkpoint was made with {progress.samples} training samples and seed {progress.seed}, but there "

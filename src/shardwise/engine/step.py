@@ -86,7 +86,7 @@ def run_step(
         raise explain_nonfinite(parts, step, bad is not None, bad or [])
     if stops:
         return StepResult(step + 1, stopped=True)
-    if not count:
+    if not count and not parts.task.may_count_nothing:
         raise ShardwiseError(
             f"step {step + 1}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
         )
@@ -99,7 +99,7 @@ def run_step(
             with parts.precision.autocast():
                 loss = _loss_of(parts, micro, step + 1)
             # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
-            weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count, micro.count)
+            weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count or 1, micro.count)
             parts.scaler.scale(loss.sum * weight).backward()
             if not micro.request.borrowed:
                 total += loss.sum.detach()
@@ -149,7 +149,15 @@ def loss_weight(world: int, global_count: float, micro_count: int) -> float:
 
 def _loss_of(parts: Parts, micro: MicroBatch, step: int) -> Loss:
     """The task's loss, and whether it is what a loss must be."""
-    loss = parts.task.loss(parts.spread.model, micro.inputs)
+    try:
+        loss = parts.task.loss(parts.spread.model, micro.inputs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise ShardwiseError(
+            f"step {step}: batch norm cannot take a micro-batch of one sample, as the last of an epoch may be. Choose a "
+            "training.batch_size that leaves more than one sample per rank at the end, or add or remove a sample"
+        ) from error
     if not isinstance(loss, Loss):
         raise ShardwiseError(f"step {step}: the task's loss() returned {type(loss).__name__}, not a Loss(sum, count)")
     if loss.sum.ndim:

@@ -40,6 +40,8 @@ class Task(ABC):
     """The model of the config's `data` block; subclass shardwise.DataBlock to add keys of your own."""
     Tokenizer: type[Block] = Block
     Model: type[Block] = Block
+    may_count_nothing: bool = False
+    """Whether `count` may be 0 for a whole global batch. It then changes nothing; otherwise it is an error."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -69,6 +70,19 @@ class RunFolder:
             if self._aside is not None:
                 self._aside.rename(self.path)
 
+    def changes_to(self, config: Config) -> list[str]:
+        """What the config of the run that lies here said otherwise. That config is kept beside the new one."""
+        file = self.path / "config.yaml"
+        try:
+            before, now = _flat(yaml.safe_load(file.read_text())), _flat(config.model_dump(mode="json"))
+        except (OSError, yaml.YAMLError):
+            return []
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if changed:
+            kept = next(p for n in range(1, 10_000) if not (p := self.path / f"config-{n}.yaml").exists())
+            shutil.copy(file, kept)
+        return [f"{key}: {before.get(key)} → {now.get(key)}" for key in changed]
+
     def describe(self, config: Config, facts: dict[str, Any]) -> None:
         (self.path / "config.yaml").write_text(dump_config(config))
         content = {
@@ -118,6 +132,14 @@ class RunFolder:
         self._streams[file].flush()
 
 
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}.{name}".strip(".")).items()
+    }
+
+
 def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -133,7 +155,7 @@ def user_command() -> str:
         elif word == "--resume":
             skip_next = True
         else:
-            words.append(word)
+            words.append(shlex.quote(word))
     return " ".join(words)
 
 

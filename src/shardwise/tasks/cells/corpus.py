@@ -57,7 +57,11 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
             np.arange(len(copy.validation)),
         )
     else:
-        files = [inspect(path, options) for path in h5ad_paths(options, seed)]
+        paths = h5ad_paths(options, seed)
+        twice = [path for path in paths if [other.resolve() for other in paths].count(path.resolve()) > 1]
+        if twice:
+            raise DataError(f"data.paths names {twice[0]} twice: its cells would be trained on and held out at once")
+        files = [inspect(path, options) for path in paths]
         genes = choose_vocabulary(options.gene_vocab, files, quiet=quiet)
         source = H5adFiles(files, genes, options.label_key)
         if len(source) < 2:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_model, save_model
 
-from shardwise.config.cells import CellsModel, CellsTokenizer
+from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.errors import DataError
+from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.model import CellEncoder
-from shardwise.tasks.cells.tokens import CellTokenizer
+from shardwise.tasks.cells.tokens import CellTokenizer, revealed
+from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
 
 def save_encoder(
@@ -23,15 +28,29 @@ def save_encoder(
         "tokenizer": tokenizer.options.model_dump(),
         "max_genes": tokenizer.max_genes,
         "target_sum": tokenizer.target_sum,
+        "seed": tokenizer.seed,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def load_encoder(folder: str | Path) -> tuple[CellEncoder, CellTokenizer, list[str]]:
-    """The model in evaluation mode, the tokenizer that goes with it, and the genes by number.
+def embed(folder: str | Path, h5ad: str | Path, *, batch_size: int = 256, device: str = "cpu") -> NDArray[np.float32]:
+    """A row for each cell of an h5ad file, by an exported encoder. Genes that it does not know are left out."""
+    model, tokenizer, _ = load_encoder(folder)
+    model.to(device)
+    file = inspect(Path(h5ad), CellsData())
+    source = H5adFiles([file], choose_vocabulary(str(Path(folder) / "genes.txt"), [file]))
+    rows = []
+    with torch.no_grad():
+        for first in range(0, len(source), batch_size):
+            cells = source.read(first, min(first + batch_size, len(source)))
+            batch = revealed(tokenizer.encode(cells, np.arange(first, first + len(cells)), 0))
+            on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+            rows.append(model(on_device, want="embedding").cpu().numpy())
+    return np.concatenate(rows)
 
-    tokenizer.encode(rows, cells, epoch=0) makes a batch of SparseRows; model(revealed(batch), want="embedding") embeds it.
-    """
+
+def load_encoder(folder: str | Path) -> tuple[CellEncoder, CellTokenizer, list[str]]:
+    """The model in evaluation mode, the tokenizer that goes with it, and the genes by number."""
     place = Path(folder)
     try:
         settings = json.loads((place / "config.json").read_text())
@@ -39,7 +58,7 @@ def load_encoder(folder: str | Path) -> tuple[CellEncoder, CellTokenizer, list[s
     except OSError as error:
         raise DataError(f"{place} is not an exported encoder: {error}") from None
     options = CellsTokenizer.model_validate(settings["tokenizer"])
-    tokenizer = CellTokenizer(options, len(genes), settings["max_genes"], settings["target_sum"], seed=0)
+    tokenizer = CellTokenizer(options, len(genes), settings["max_genes"], settings["target_sum"], settings["seed"])
     model = CellEncoder(CellsModel.model_validate(settings["model"]), options, len(genes), tokenizer.max_tokens)
     load_model(model, str(place / "model.safetensors"))
     return model.eval(), tokenizer, genes

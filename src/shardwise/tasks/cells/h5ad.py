@@ -40,6 +40,7 @@ class H5adFiles:
 
     def __init__(self, files: Sequence[H5adFile], vocabulary: dict[str, int], label_key: str | None = None) -> None:
         self.files = files
+        self.origin = "h5ad"
         self.label_key = label_key
         self.bounds = starts_of(np.array([file.cells for file in files]))
         self._columns = [np.array([vocabulary.get(gene, -1) for gene in file.genes], np.int32) for file in files]
@@ -70,6 +71,10 @@ class H5adFiles:
             if column is not None:
                 values, present = column
                 numbers = np.array([names.setdefault(value, len(names)) for value in present], np.int64)
+                if len(values) != file.cells:
+                    raise DataError(
+                        f"{file.path}: obs has {len(values)} rows for {file.cells} cells: the file is damaged"
+                    )
                 codes[start : start + file.cells] = np.where(values >= 0, np.append(numbers, -1)[values], -1)
         return (codes, list(names)) if names else None
 
@@ -79,7 +84,14 @@ class H5adFiles:
             rows = self._slice(number, first, last)
         except (OSError, KeyError, ValueError) as error:
             raise DataError(f"{file.path}: the cells {first} to {last - 1} cannot be read: {error}") from None
+        # What is trained on is fp32: a number too large for that is none.
+        rows = SparseRows(rows.starts, rows.genes, rows.values.astype(np.float32, copy=False))
         _check_values(file.path, rows, first)
+        if len(rows.genes) and (rows.genes.min() < 0 or rows.genes.max() >= len(file.genes)):
+            raise DataError(
+                f"{file.path}: the cells {first} to {last - 1} name columns that {file.matrix} does not have: the file is "
+                "damaged. Copy it again"
+            )
         genes = self._columns[number][rows.genes]
         keep = (genes >= 0) & (rows.values != 0)
         if keep.all():
@@ -113,6 +125,16 @@ class H5adFiles:
 
 def inspect(path: Path, options: CellsData) -> H5adFile:
     """Look at a file; a DataError says what is wrong with it."""
+    try:
+        return _inspected(path, options)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(
+            f"{path} is damaged or of a kind that cannot be read ({type(error).__name__}: {error}). A file of an old anndata is "
+            "brought up to date by reading and writing it: anndata.read_h5ad(…).write_h5ad(…)"
+        ) from None
+
+
+def _inspected(path: Path, options: CellsData) -> H5adFile:
     with _opened(path) as content:
         name = f"layers/{options.layer}" if options.layer else "X"
         if name not in content:
@@ -126,10 +148,18 @@ def inspect(path: Path, options: CellsData) -> H5adFile:
                 "adata.X = adata.X.tocsr(); adata.write_h5ad(…)"
             )
         if kind not in ("csr_matrix", "array"):
-            raise DataError(f"{path}: {name} is stored as {kind}; csr_matrix and array can be read")
+            raise DataError(
+                f"{path}: {name} is stored as {kind}; csr_matrix and array can be read. A file of an old anndata is brought up "
+                "to date by reading and writing it: anndata.read_h5ad(…).write_h5ad(…)"
+            )
         sparse = kind == "csr_matrix"
+        values = matrix["data"] if sparse else matrix
+        if values.dtype.kind not in "fiub":
+            raise DataError(f"{path}: {name} holds {values.dtype}, not numbers that could be counts")
         cells, columns = (int(size) for size in (matrix.attrs["shape"] if sparse else matrix.shape))
         genes = _gene_names(path, content, options.gene_key)
+        if sparse and (len(matrix["indptr"]) != cells + 1 or len(matrix["indices"]) != len(matrix["data"])):
+            raise DataError(f"{path}: the parts of {name} do not fit together: the file is damaged. Copy it again")
     if len(genes) != columns:
         raise DataError(f"{path}: {name} has {columns} columns, but var names {len(genes)} genes")
     if not cells:
@@ -189,13 +219,16 @@ def _label_column(path: Path, content: h5py.File, key: str | None) -> tuple[Ints
         raise DataError(f"{path}: obs has no column {key!r}. It has: {', '.join(obs)}. Set data.label_key accordingly")
     import pandas
 
-    column = pandas.Categorical(read_elem(obs[name]))
+    try:
+        column = pandas.Categorical(read_elem(obs[name]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: the column {name!r} of obs cannot be read: {error}") from None
     return np.asarray(column.codes, np.int64), [str(value) for value in column.categories]
 
 
 def _check_values(path: Path, rows: SparseRows, first: int) -> None:
     values: NDArray[Any] = rows.values
-    wrong = ~np.isfinite(values) if values.dtype.kind == "f" else np.zeros(len(values), bool)
+    wrong = ~np.isfinite(values)
     what = "a value that is no number (NaN or infinite)"
     if not wrong.any() and len(values) and values.min() < 0:
         wrong, what = (

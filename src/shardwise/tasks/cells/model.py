@@ -14,7 +14,7 @@ from shardwise.tasks.cells.tokens import CLS, FIRST_BIN, FIRST_GENE, PAD
 
 
 class CellEncoder(nn.Module):
-    """Tokens → states; `predict` turns the states of hidden places into logits or numbers, `embed` a cell into a vector."""
+    """Tokens → states → predictions at the hidden places, or one vector per cell."""
 
     def __init__(self, options: CellsModel, tokenizer: CellsTokenizer, genes: int, max_len: int) -> None:
         super().__init__()

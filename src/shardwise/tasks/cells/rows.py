@@ -52,6 +52,9 @@ def stack(parts: Sequence[SparseRows]) -> SparseRows:
 class CellSource(Protocol):
     """Where cells come from: files on disk, read in pieces. Rows are numbered over all files."""
 
+    origin: str
+    """Two sources of the same cells that have the same origin number them alike."""
+
     def __len__(self) -> int: ...
 
     def read(self, first: int, last: int) -> SparseRows:

@@ -52,8 +52,11 @@ class CellSamples(BatchedSamples):
 
 
 class CellsInMemory(CellSamples):
-    def __init__(self, rows: SparseRows, cells: Ints, tokenizer: CellTokenizer, labels: Ints | None = None) -> None:
+    def __init__(
+        self, rows: SparseRows, cells: Ints, tokenizer: CellTokenizer, labels: Ints | None = None, origin: str = ""
+    ) -> None:
         self.rows, self.cells, self.tokenizer, self.labels = rows, cells, tokenizer, labels
+        self.origin = origin
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,6 +77,7 @@ class StreamedCells(CellSamples):
         self, source: CellSource, split: Split, tokenizer: CellTokenizer, *, chunk: int, buffer: int, seed: int
     ) -> None:
         self.source, self.split, self.tokenizer = source, split, tokenizer
+        self.origin = source.origin
         self._order = StreamOrder(split.kept, seed, chunk=chunk, buffer=buffer)
         self._lines = _Lines(source, split, self._order.chunk)
 

@@ -37,8 +37,8 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
     corpus = open_corpus(options, seed, quiet=False)
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
+        aside.mkdir(parents=True)
         about = _write(corpus, aside, cells_per_shard, seed) | {
             "sources": [str(path) for path in h5ad_paths(options, seed)],
             "seed": seed,
@@ -53,6 +53,8 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
             target.rmdir()
         aside.rename(target)
         flush(target.parent)
+    except OSError as error:
+        raise DataError(f"the copy could not be written to {target}: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

@@ -37,8 +37,8 @@ class ShardedCopy:
 class ShardFiles:
     """A CellSource. Nothing is read before it is asked for; a slice is copied from the mapped file, not parsed."""
 
-    def __init__(self, files: Sequence[Path], cells: Sequence[int], label_names: list[str]) -> None:
-        self.files, self.label_names = files, label_names
+    def __init__(self, files: Sequence[Path], cells: Sequence[int], label_names: list[str], origin: str) -> None:
+        self.files, self.label_names, self.origin = files, label_names, origin
         self.bounds = starts_of(np.array(cells, np.int64))
         self._open: dict[int, _Shard] = {}
         self._owner = os.getpid()
@@ -91,18 +91,18 @@ class _Shard:
     def map(cls, file: Path) -> _Shard:
         try:
             batch = pa.ipc.open_file(pa.memory_map(str(file))).get_batch(0)
-        except (OSError, pa.ArrowInvalid) as error:
+            genes, values = batch.column("genes"), batch.column("values")
+            return cls(
+                batch.column("cell").to_numpy(),
+                batch.column("label").to_numpy(),
+                genes.offsets.to_numpy(),
+                genes.values.to_numpy(),
+                values.values.to_numpy(),
+            )
+        except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(
                 f"{file} cannot be read: {error}. `shardwise data verify` tells which files are whole"
             ) from None
-        genes, values = batch.column("genes"), batch.column("values")
-        return cls(
-            batch.column("cell").to_numpy(),
-            batch.column("label").to_numpy(),
-            genes.offsets.to_numpy(),
-            genes.values.to_numpy(),
-            values.values.to_numpy(),
-        )
 
     def read(self, first: int, last: int) -> SparseRows:
         starts = self.starts[first : last + 1].astype(np.int64)
@@ -125,8 +125,9 @@ def open_shards(folder: Path) -> ShardedCopy:
     if about.get("kind") != KIND:
         raise DataError(f"{folder} does not hold cells but {about.get('kind')!r}")
     shards = about["shards"]
+    origin = f"sharded copy {read_manifest(folder)['sha256'][:12]}"
     training, validation = (
-        ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"])
+        ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
         for part in ("train", "valid")
     )
     return ShardedCopy(about["genes"], about["counts"], training, validation)
@@ -135,6 +136,10 @@ def open_shards(folder: Path) -> ShardedCopy:
 def write_shard(
     file: Path, rows: SparseRows, cells: Ints, labels: NDArray[np.integer], genes: type, values: type
 ) -> None:
+    if rows.starts[-1] >= 2**31:
+        raise DataError(
+            f"a shard of {len(rows)} cells has {rows.starts[-1]} values, more than fit: use fewer --cells-per-shard"
+        )
     starts = pa.array(rows.starts.astype(np.int32))
     columns = {
         "cell": pa.array(cells),

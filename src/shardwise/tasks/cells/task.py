@@ -25,6 +25,8 @@ from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, revealed
 DEFAULT_MAX_GENES = 2048
 STUDIED_CELLS = 5000
 """Validation cells whose neighbours are looked up, at most."""
+FEWEST_CELLS = 50
+"""With fewer, a cell's ten neighbours are mostly whoever is there."""
 
 log = logging.getLogger("shardwise")
 
@@ -32,6 +34,7 @@ log = logging.getLogger("shardwise")
 class CellsTask(Task):
     Data, Tokenizer, Model = CellsData, CellsTokenizer, CellsModel
     unit = "masked genes"
+    may_count_nothing = True  # a batch of cells that express no gene of the vocabulary
 
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
@@ -55,7 +58,8 @@ class CellsTask(Task):
             )
         rows = corpus.split.training_rows(np.arange(corpus.split.kept))
         everything = corpus.training.read(0, len(corpus.training))
-        return CellsInMemory(everything.take(rows), corpus.training.numbers(rows), tokenizer)
+        numbers = corpus.training.numbers(rows)
+        return CellsInMemory(everything.take(rows), numbers, tokenizer, origin=corpus.training.origin)
 
     def valid_data(self) -> BatchedSamples:
         rows, numbers, labels, self._label_names = self._corpus.validation_cells()
@@ -94,8 +98,11 @@ class CellsTask(Task):
         known = torch.nonzero(cells["label"] >= 0).flatten()
         known = known[:: -(-len(known) // STUDIED_CELLS) or 1]
         embedding, labels = cells["embedding"][known], cells["label"][known]
+        if len(known) < FEWEST_CELLS:
+            log.info(f"{len(known)} labelled cells are held out: too few for knn_agreement, which takes {FEWEST_CELLS}")
+            return {}
         agreement = knn_agreement(embedding, labels)
-        title = f"step {step}: {agreement:.1%} of 10 nearest neighbours share the label"
+        title = f"step {step}, {len(known)} cells: {agreement:.1%} of 10 nearest neighbours share the label"
         draw_cells(embedding, labels, self._label_names, title, pictures / f"step-{step:08d}-cells.png")
         return {"knn_agreement": agreement}
 

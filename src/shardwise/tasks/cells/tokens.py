@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise.config.cells import CellsTokenizer
 from shardwise.config.seeds import Purpose
-from shardwise.data.seeding import random_bits
+from shardwise.data.seeding import places_of, random_bits
 from shardwise.tasks.cells.rows import Ints, SparseRows
 
 PAD, CLS, MASK, FIRST_GENE = range(4)
@@ -50,12 +50,16 @@ class CellTokenizer:
 
     def encode(self, rows: SparseRows, cells: Ints, epoch: int) -> CellBatch:
         """Tensors of a row per cell, padded on the right. `cells` says which cells these are."""
-        table = self._sorted(rows)
+        table = self._sorted(rows, cells)
         chosen = self._choose(table, cells, epoch)
         return self._shown(table, chosen) | {"cells": torch.from_numpy(cells)}
 
-    def _sorted(self, rows: SparseRows) -> _Table:
-        """The most expressed genes of every cell, in the order of the strategy."""
+    def _sorted(self, rows: SparseRows, cells: Ints) -> _Table:
+        """The most expressed genes of every cell, in the order of the strategy.
+
+        Many genes of a cell have the same count. Among equals the order is random, a function of the cell: in the order of
+        their numbers, a hidden gene could be guessed from its neighbours.
+        """
         strategy = self.options.strategy
         values = rows.values.astype(np.float32, copy=False)
         if self.target_sum is not None and strategy != "rank_value":  # scaling a cell does not change its order
@@ -67,10 +71,11 @@ class CellTokenizer:
         bits = values.view(np.uint32)
         if strategy == "continuous_projection" and not too_long:
             return _Table.by_gene(_rows_of(_pair(rows.genes, bits), rows), lengths)
-        falling = _rows_of(_pair(~bits, rows.genes), rows)
+        key = (self.seed, Purpose.SAMPLE, 0, 3)
+        falling = _rows_of(_pair(~bits, random_bits(key, np.repeat(cells, rows.lengths), rows.genes)), rows)
         falling.sort(axis=1)
         falling = np.ascontiguousarray(falling[:, : self.max_genes])
-        genes = falling.astype(np.uint32)
+        genes = places_of(key, cells[:, None], falling.astype(np.uint32))
         if strategy == "rank_value":
             return _Table(lengths, genes, None)
         value = (falling >> _HALF).astype(np.uint32)

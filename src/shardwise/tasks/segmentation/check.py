@@ -23,9 +23,9 @@ from shardwise.data.cache import cache_folder, made_once
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.subjects import Subject, several
 
-VERSION = 1
+VERSION = 2
 """Raised when other facts are needed."""
-MANY_VALUES = 20
+MANY_VALUES = 1000
 """A label file with more values than this is no label file; that many are kept to show."""
 SECONDS_BETWEEN_NEWS = 10.0
 
