@@ -40,12 +40,22 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def random_bits(key: tuple[int, ...], samples: NDArray[np.integer], places: NDArray[np.integer]) -> NDArray[np.uint32]:
+def random_bits(
+    key: tuple[int, ...],
+    samples: NDArray[np.integer],
+    places: NDArray[np.integer],
+    *,
+    repeats: NDArray[np.integer] | None = None,
+) -> NDArray[np.uint32]:
     """32 random bits for each (sample, place): a function of these and the key alone, for whole arrays at once.
 
-    What is drawn for a sample does not depend on which samples stand beside it, as it would with a generator.
+    What is drawn for a sample does not depend on which samples stand beside it, as it would with a generator. `repeats`
+    says how many of the places belong to each sample, where they stand one after the other.
     """
-    return _mixed(places.astype(np.uint32) * _STRIDE + _of_samples(key, samples), _MURMUR)
+    of_samples = _of_samples(key, samples)
+    if repeats is not None:
+        of_samples = np.repeat(of_samples, repeats)
+    return _mixed(places.astype(np.uint32) * _STRIDE + of_samples, _MURMUR)
 
 
 def places_of(key: tuple[int, ...], samples: NDArray[np.integer], bits: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -32,7 +32,7 @@ class SparseRows:
         lengths = self.starts[rows + 1] - self.starts[rows]
         starts = starts_of(lengths)
         where = np.arange(starts[-1]) + np.repeat(self.starts[rows] - starts[:-1], lengths)
-        return SparseRows(starts, self.genes[where], self.values[where])
+        return SparseRows(starts, self.genes.take(where), self.values.take(where))  # faster than by index
 
 
 def starts_of(lengths: Ints) -> Ints:

@@ -72,7 +72,7 @@ class CellTokenizer:
         if strategy == "continuous_projection" and not too_long:
             return _Table.by_gene(_rows_of(_pair(rows.genes, bits), rows), lengths)
         key = (self.seed, Purpose.SAMPLE, 0, 3)
-        falling = _rows_of(_pair(~bits, random_bits(key, np.repeat(cells, rows.lengths), rows.genes)), rows)
+        falling = _rows_of(_pair(~bits, random_bits(key, cells, rows.genes, repeats=rows.lengths)), rows)
         falling.sort(axis=1)
         falling = np.ascontiguousarray(falling[:, : self.max_genes])
         genes = places_of(key, cells[:, None], falling.astype(np.uint32))
