@@ -14,11 +14,9 @@ import torch
 from shardwise.config import Batching, Config
 from shardwise.data import BatchedSamples, Reader, StepBatch, StepLoader
 from shardwise.data.loader import Work
+from shardwise.engine.monitor import MUCH_WAITING
 from shardwise.engine.session import Session
 from shardwise.errors import DataError
-
-MUCH = 0.1
-"""The share of a step above which waiting for data is worth a change."""
 
 MOST_STEPS = 200
 """Of training, per number of workers, where more than the steps asked for are needed to see the loader wait."""
@@ -142,11 +140,11 @@ def _verdict(costs: Costs, paces: list[Pace], cores: int, configured: int) -> st
         f"{slowest} is the largest part of loading ({parts[slowest]:.1f} of {loading:.1f} ms per micro-batch; the model "
         f"computes {costs.compute:.1f} ms per step)"
     )
-    if now.wait_share <= MUCH:
+    if now.wait_share <= MUCH_WAITING:
         return (
             f"The data keeps up: with {now.workers} workers {now.wait_share:.0%} of a step is waiting. {_upper(what)}."
         )
-    if best.wait_share <= MUCH:
+    if best.wait_share <= MUCH_WAITING:
         return (
             f"Set data.num_workers: {best.workers}: waiting falls from {now.wait_share:.0%} to {best.wait_share:.0%} of a "
             f"step. {_upper(what)}."

@@ -5,7 +5,6 @@ The matrix is read through h5py alone. anndata reads what is small and has many 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from shardwise.config.cells import CellsData
 from shardwise.errors import DataError
-from shardwise.tasks.cells.rows import Ints, SparseRows, stack, starts_of
+from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows, starts_of
 
 DEFAULT_LABEL = "cell_type"
 
@@ -35,28 +34,15 @@ class H5adFile:
     genes: list[str]
 
 
-class H5adFiles:
+class H5adFiles(SeveralFiles[Any]):
     """A CellSource. Columns become numbers of the vocabulary; genes that it does not have are left out."""
 
     def __init__(self, files: Sequence[H5adFile], vocabulary: dict[str, int], label_key: str | None = None) -> None:
+        super().__init__([file.cells for file in files])
         self.files = files
         self.origin = "h5ad"
         self.label_key = label_key
-        self.bounds = starts_of(np.array([file.cells for file in files]))
         self._columns = [np.array([vocabulary.get(gene, -1) for gene in file.genes], np.int32) for file in files]
-        self._open: dict[int, h5py.Group] = {}
-        self._owner = os.getpid()
-
-    def __len__(self) -> int:
-        return int(self.bounds[-1])
-
-    def read(self, first: int, last: int) -> SparseRows:
-        parts = [
-            self._read_one(number, max(first - start, 0), min(last, end) - start)
-            for number, (start, end) in enumerate(zip(self.bounds[:-1], self.bounds[1:], strict=True))
-            if first < end and last > start
-        ]
-        return parts[0] if len(parts) == 1 else stack(parts)
 
     def numbers(self, rows: Ints) -> Ints:
         return rows
@@ -100,7 +86,7 @@ class H5adFiles:
         return SparseRows(kept_before[rows.starts], genes[keep], rows.values[keep])
 
     def _slice(self, number: int, first: int, last: int) -> SparseRows:
-        matrix = self._matrix(number)
+        matrix = self._opened(number)
         if self.files[number].sparse:
             pointers = matrix["indptr"][first : last + 1].astype(np.int64)
             begin, end = int(pointers[0]), int(pointers[-1])
@@ -111,16 +97,9 @@ class H5adFiles:
         rows, genes = np.nonzero(dense)
         return SparseRows(starts_of(np.bincount(rows, minlength=last - first)), genes, dense[rows, genes])
 
-    def _matrix(self, number: int) -> Any:
-        if self._owner != os.getpid():  # HDF5 handles do not survive a fork: every worker opens the files itself
-            self._open, self._owner = {}, os.getpid()
-        if number not in self._open:
-            file = self.files[number]
-            self._open[number] = _opened(file.path)[file.matrix]
-        return self._open[number]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+    def _open_one(self, number: int) -> Any:
+        file = self.files[number]
+        return _opened(file.path)[file.matrix]
 
 
 def inspect(path: Path, options: CellsData) -> H5adFile:

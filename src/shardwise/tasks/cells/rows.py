@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,44 @@ class CellSource(Protocol):
 
     def labels(self) -> tuple[Ints, list[str]] | None:
         """A label for every row, as a number (-1: none), and the names; None where there are no labels."""
+
+
+class SeveralFiles(ABC, Generic[Opened]):
+    """What sources of several files have in common: rows numbered over all of them, and files that every process opens
+    itself, because handles do not survive a fork."""
+
+    def __init__(self, cells: Sequence[int]) -> None:
+        self.bounds = starts_of(np.array(cells, np.int64))
+        self._open: dict[int, Opened] = {}
+        self._owner = os.getpid()
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def read(self, first: int, last: int) -> SparseRows:
+        parts = [
+            self._read_one(number, max(first - start, 0), min(last, end) - start)
+            for number, (start, end) in enumerate(itertools.pairwise(self.bounds.tolist()))
+            if first < end and last > start
+        ]
+        return parts[0] if len(parts) == 1 else stack(parts)
+
+    @abstractmethod
+    def _read_one(self, number: int, first: int, last: int) -> SparseRows:
+        """Rows of one file, numbered within it."""
+
+    @abstractmethod
+    def _open_one(self, number: int) -> Opened: ...
+
+    def _opened(self, number: int) -> Opened:
+        if self._owner != os.getpid():
+            self._open, self._owner = {}, os.getpid()
+        if number not in self._open:
+            self._open[number] = self._open_one(number)
+        return self._open[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
 
 
 def gather(source: CellSource, rows: Ints, *, gap: int = 64, at_once: int = 8192) -> SparseRows:

@@ -8,7 +8,6 @@ folder/
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from shardwise.data.manifest import problems_of, read_manifest
 from shardwise.errors import DataError
-from shardwise.tasks.cells.rows import Ints, SparseRows, stack, starts_of
+from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows
 
 KIND = "cells"
 """In the manifest: what the folder holds."""
@@ -34,49 +33,32 @@ class ShardedCopy:
     validation: ShardFiles
 
 
-class ShardFiles:
+class ShardFiles(SeveralFiles["_Shard"]):
     """A CellSource. Nothing is read before it is asked for; a slice is copied from the mapped file, not parsed."""
 
     def __init__(self, files: Sequence[Path], cells: Sequence[int], label_names: list[str], origin: str) -> None:
+        super().__init__(cells)
         self.files, self.label_names, self.origin = files, label_names, origin
-        self.bounds = starts_of(np.array(cells, np.int64))
-        self._open: dict[int, _Shard] = {}
-        self._owner = os.getpid()
 
-    def __len__(self) -> int:
-        return int(self.bounds[-1])
+    def _read_one(self, number: int, first: int, last: int) -> SparseRows:
+        return self._opened(number).read(first, last)
 
-    def read(self, first: int, last: int) -> SparseRows:
-        parts = [
-            self._shard(number).read(max(first - start, 0), min(last, end) - start)
-            for number, (start, end) in enumerate(zip(self.bounds[:-1], self.bounds[1:], strict=True))
-            if first < end and last > start
-        ]
-        return parts[0] if len(parts) == 1 else stack(parts)
+    def _open_one(self, number: int) -> _Shard:
+        return _Shard.map(self.files[number])
 
     def numbers(self, rows: Ints) -> Ints:
         found = np.empty(len(rows), np.int64)
         which = np.searchsorted(self.bounds, rows, side="right") - 1
         for number in np.unique(which).tolist():
             here = which == number
-            found[here] = self._shard(number).cells[rows[here] - self.bounds[number]]
+            found[here] = self._opened(number).cells[rows[here] - self.bounds[number]]
         return found
 
     def labels(self) -> tuple[Ints, list[str]] | None:
         if not self.label_names:
             return None
-        codes = [self._shard(number).labels for number in range(len(self.files))]
+        codes = [self._opened(number).labels for number in range(len(self.files))]
         return np.concatenate(codes).astype(np.int64), self.label_names
-
-    def _shard(self, number: int) -> _Shard:
-        if self._owner != os.getpid():
-            self._open, self._owner = {}, os.getpid()
-        if number not in self._open:
-            self._open[number] = _Shard.map(self.files[number])
-        return self._open[number]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
 
 
 @dataclass(frozen=True)
@@ -121,11 +103,12 @@ def open_shards(folder: Path) -> ShardedCopy:
         raise DataError(
             f"{folder} is not a whole sharded copy: {'; '.join(problems[:3])}. Make it anew with --to elsewhere"
         )
-    about = read_manifest(folder)["about"]
+    manifest = read_manifest(folder)
+    about = manifest["about"]
     if about.get("kind") != KIND:
         raise DataError(f"{folder} does not hold cells but {about.get('kind')!r}")
     shards = about["shards"]
-    origin = f"sharded copy {read_manifest(folder)['sha256'][:12]}"
+    origin = f"sharded copy {manifest['sha256'][:12]}"
     training, validation = (
         ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
         for part in ("train", "valid")
