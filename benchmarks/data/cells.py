@@ -160,14 +160,14 @@ def measure(name: str, path: Path) -> dict[str, float]:
     batches = how(path)
     next(batches)  # the workers have started
     began = time.perf_counter()
-    cells = neighbours = 0
-    for number, rows in enumerate(batches):
-        cells += len(rows)
+    seen = list(itertools.islice(batches, limit))
+    seconds = time.perf_counter() - began
+    cells = sum(map(len, seen))
+    neighbours = 0
+    for rows in seen:
         beside = np.diff(np.sort(rows)) == 1
         neighbours += int((np.append(beside, False) | np.insert(beside, 0, False)).sum())
-        if limit is not None and number + 1 == limit:
-            break
-    return {"cells_per_second": cells / (time.perf_counter() - began), "neighbours": neighbours / cells}
+    return {"cells_per_second": cells / seconds, "neighbours": neighbours / cells}
 
 
 def tokenizing(path: Path) -> dict[str, float]:

@@ -215,3 +215,21 @@ def test_held_out_cells_are_gathered_without_reading_the_file_in_one_piece() -> 
     scattered = Counting(Constant())
     gather(scattered, np.arange(0, 1_000_000, 1000))
     assert scattered.rows == 1000, "far apart, each is read alone"
+
+
+@pytest.mark.parametrize("genes", [np.int32, np.uint16, np.int64])
+@pytest.mark.parametrize("longest", [2**31 - 1, 0])
+def test_rows_are_taken_in_any_order_whatever_their_types_and_however_long_the_arrays(
+    monkeypatch: pytest.MonkeyPatch, longest: int, genes: type
+) -> None:
+    """Arrays too long for 32-bit places, which `longest: 0` stands for, are read in another way."""
+    monkeypatch.setattr("shardwise.tasks.cells.rows.LARGEST_INT32", longest)
+    lengths = [3, 0, 2, 1]
+    rows = SparseRows(
+        np.cumsum([0, *lengths]), np.array([5, 7, 9, 1, 2, 65535], genes), np.arange(6, dtype=np.float32) / 4
+    )
+    found = rows.take(np.array([3, 0, 1, 0]))
+    assert found.starts.tolist() == [0, 1, 4, 4, 7]
+    assert found.genes.tolist() == [65535, 5, 7, 9, 5, 7, 9]
+    assert found.values.tolist() == [1.25, 0, 0.25, 0.5, 0, 0.25, 0.5]
+    assert len(rows.take(np.empty(0, np.int64))) == 0

@@ -7,13 +7,16 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 
 Ints = NDArray[np.int64]
 Opened = TypeVar("Opened")
+LARGEST_INT32 = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,19 @@ class SparseRows:
         return np.diff(self.starts)
 
     def take(self, rows: Ints) -> SparseRows:
+        if self.starts[-1] > LARGEST_INT32:
+            return self._take_by_place(rows)
+        found = self._matrix[rows]
+        return SparseRows(found.indptr.astype(np.int64), found.indices, found.data)
+
+    @cached_property
+    def _matrix(self) -> Any:
+        """SciPy copies row by row, four times as fast as a place for every single gene. It shares these arrays."""
+        shape = len(self), np.iinfo(np.int32).max
+        return sparse.csr_array((self.values, self.genes, self.starts), shape=shape, copy=False)
+
+    def _take_by_place(self, rows: Ints) -> SparseRows:
+        """For arrays so long that SciPy would need 64 bits per gene, and copy them all to get there."""
         lengths = self.starts[rows + 1] - self.starts[rows]
         starts = starts_of(lengths)
         where = np.arange(starts[-1]) + np.repeat(self.starts[rows] - starts[:-1], lengths)

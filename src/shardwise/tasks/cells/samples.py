@@ -110,6 +110,7 @@ class _Lines:
         self._starts = np.zeros(1, np.int64)
         self._genes = np.empty(0, np.int32)
         self._values = np.empty(0, np.float32)
+        self._rows = SparseRows(self._starts, self._genes, self._values)
         self._forget()
 
     def take(self, ids: Ints, time: Ints) -> SparseRows:
@@ -122,6 +123,7 @@ class _Lines:
             self._let_go(int(time.min()))
             for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1):
                 self._load(run, int(time.max()))
+            self._rows = SparseRows(self._starts[: self._used_rows + 1], self._genes, self._values)
         index = np.searchsorted(self._numbers, lines)
         return self._rows.take(self._first_slot[index] + ids - self._first(lines))
 
@@ -159,10 +161,6 @@ class _Lines:
         self._first_slot = np.empty(0, np.int64)
         self._last_used = np.empty(0, np.int64)
         self._used_rows = self._used = 0
-
-    @property
-    def _rows(self) -> SparseRows:
-        return SparseRows(self._starts[: self._used_rows + 1], self._genes, self._values)
 
     def _append(self, rows: SparseRows, numbers: Ints, slots: Ints, used: Ints) -> None:
         end_rows, end = self._used_rows + len(rows), self._used + int(rows.starts[-1])
