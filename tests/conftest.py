@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import FreshRanks, RankPool
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -26,6 +26,12 @@ def _pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 def ranks(_pool: RankPool, tmp_path: Path) -> RankPool:
     """Ranks that are already running: `ranks.run(world_size, function, *args)` returns what each returned."""
     return _pool
+
+
+@pytest.fixture(scope="session")
+def fresh_ranks() -> FreshRanks:
+    """Ranks that begin anew for every job."""
+    return FreshRanks()
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +63,10 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _helper(process: psutil.Process) -> bool:
-    """multiprocessing's own tracker, one per session, is not a rank."""
+    """multiprocessing's own tracker and the process that ranks are forked from, one per session, are no ranks."""
     try:
-        return "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return "resource_tracker" in command or ("forkserver" in command and process.ppid() == os.getpid())
     except psutil.NoSuchProcess:
         return True
 

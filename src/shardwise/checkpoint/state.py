@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.data import Cursor
@@ -58,10 +59,9 @@ def save_from(
 ) -> Path:
     """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
     aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
-    weights, moments = get_state_dict(model, optimizer)
     try:
         with _quiet():
-            save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
+            save(_tensors(model, optimizer), checkpoint_id=aside, no_dist=not world.connected)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {aside}: {error}"
@@ -83,10 +83,7 @@ def load_into(
     path = _choose(which, store, world)
     if path is None:
         return None
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = _tensors(model, optimizer)
     try:
         with _quiet():
             load(state, checkpoint_id=path, no_dist=not world.connected)
@@ -95,10 +92,27 @@ def load_into(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
             "config? `--fresh` starts anew and keeps the old run beside"
         ) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
+    mine = local_part(optimizer)
+    # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
+    groups = get_optimizer_state_dict(model, mine)["param_groups"]
+    set_state_dict(
+        model,
+        mine,
+        model_state_dict=state["model"],
+        optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+    )
     return path, Progress.read(path)
+
+
+def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that this rank updates: under zero1 some of them, else all."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and moments by name. A rank may have only some of them: those of its stage, or those it updates."""
+    weights, moments = get_state_dict(model, local_part(optimizer))
+    return {"model": weights, "optimizer": moments["state"]}
 
 
 def go_on_from(step: int, store: CheckpointStore, world: World) -> None:

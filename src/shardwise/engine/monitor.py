@@ -42,7 +42,7 @@ class Monitor:
         name = device_name(world.device)
         peak = peak_flops(name)
         self.rates = Rates(
-            session.task.flops_per_count(session.parts.spread.module), peak * world.size if peak else None
+            session.task.flops_per_count(session.parts.spread.whole), peak * world.size if peak else None
         )
         self.device_name = name
         self.trackers: list[Tracker] = []
@@ -63,7 +63,7 @@ class Monitor:
             changes = self.folder.changes_to(session.config) if resumed else []
             self.folder.describe(session.config, self._facts())
             self.trackers = open_trackers(session.config, self.folder.path)
-        parameters = sum(parameter.numel() for parameter in session.parts.spread.module.parameters())
+        parameters = sum(parameter.numel() for parameter in session.parts.spread.whole.parameters())
         devices = f"{session.world.size} × {self.device_name}" if session.world.size > 1 else self.device_name
         self.console.say(
             f"{session.config.name}: {session.config.task}, {short(parameters)} parameters, {len(session.train_data)} samples "

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, save_from
@@ -33,7 +34,7 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
 from shardwise.errors import ConfigError, DataError, ShardwiseError
-from shardwise.parallel import World, spread
+from shardwise.parallel import Layout, World, spread
 from shardwise.tasks import Loss, Task
 
 
@@ -49,9 +50,9 @@ class Session:
                 f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
             )
         self.strategy = self.config.strategy_on(self.world.size)
-        self.batching: Batching = resolve_batching(training, self.world.size)
-        if self.strategy == "ddp" and training.ddp.static_graph and self.batching.accumulation > 1:
-            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
+        self.layout = Layout.of(self.strategy, training, self.world)
+        self.batching: Batching = resolve_batching(training, self._devices_with_data())
+        self._check_strategy()
         self.store = CheckpointStore(Path(self.config.checkpoint_folder))
         self.cursor = Cursor()
         self.steps_done = 0
@@ -70,7 +71,24 @@ class Session:
         self._valid_loader: StepLoader | None = None
 
     def _needs_group(self) -> bool | None:
-        return True if self.config.training.strategy in ("ddp", "fsdp") or self.config.training.fsdp else None
+        alone = self.config.strategy_on(1) in ("single", "dp")
+        return None if alone else True
+
+    def _devices_with_data(self) -> int:
+        """How many devices a global batch is shared by: dp has all of them in one process."""
+        return max(1, torch.cuda.device_count()) if self._over_devices() else self.layout.data_size
+
+    def _over_devices(self) -> bool:
+        return self.strategy == "dp" and self.world.device.type == "cuda"
+
+    def _check_strategy(self) -> None:
+        training = self.config.training
+        if self.strategy in ("single", "dp") and self.world.size > 1:
+            raise ConfigError(
+                f"strategy: {self.strategy} is one process, but {self.world.size} ranks were started; ddp is for several"
+            )
+        if self.strategy in ("ddp", "zero1") and training.ddp.static_graph and self.batching.accumulation > 1:
+            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
 
     def __enter__(self) -> Session:
         return self
@@ -119,7 +137,15 @@ class Session:
         self.valid_data = task.valid_data()
         self._check_data()
         training = self.config.training
-        spread_model = spread(self._build(task), task.blocks, self.strategy, training, self.world)
+        spread_model = spread(
+            self._build(task),
+            task.blocks,
+            task.tensor_plan,
+            self.strategy,
+            training,
+            self.layout,
+            self.batching.accumulation,
+        )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
         precision.settle()
@@ -128,7 +154,9 @@ class Session:
             task=task,
             world=self.world,
             spread=spread_model,
-            optimizer=build_optimizer(spread_model.module, training.optimizer, lr),
+            optimizer=build_optimizer(
+                spread_model.module, training.optimizer, lr, sharded=self.strategy == "zero1" and self.world.size > 1
+            ),
             schedule=Schedule(training.scheduler, lr, self.total_steps),
             precision=precision,
             scaler=precision.scaler(),
@@ -195,8 +223,8 @@ class Session:
         loader = StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
             self.order(),
-            self.batching,
-            self.world.rank,
+            self._per_process(),
+            self.layout.data_rank,
             self.world.device,
             self.config.data,
             start=self.cursor,
@@ -207,6 +235,12 @@ class Session:
                 yield batch
                 if self.steps_done >= self.total_steps:
                     return
+
+    def _per_process(self) -> Batching:
+        """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
+        if not self._over_devices():
+            return self.batching
+        return Batching(1, self.batching.batch_size * self.batching.world, self.batching.accumulation)
 
     def order(self) -> GlobalOrder:
         """Which samples make up which step, in every epoch."""
@@ -241,8 +275,8 @@ class Session:
             self._valid_loader = StepLoader(
                 Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
                 GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-                Batching(self.world.size, self.batching.batch_size, 1),
-                self.world.rank,
+                replace(self._per_process(), accumulation=1),
+                self.layout.data_rank,
                 self.world.device,
                 self.config.data,
                 keep_workers=True,
