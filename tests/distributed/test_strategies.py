@@ -68,8 +68,17 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 }
 
 
+# These change the numbers, or are there to be resumed.
+OTHERS: dict[str, tuple[int, list[str]]] = {
+    "ddp on 4": (4, ["strategy=ddp", "batch_size=3", "ddp.bucket_cap_mb=0.01"]),
+    "powersgd": (2, ["strategy=ddp", "batch_size=3", "ddp.comm_hook=powersgd", "ddp.powersgd_warmup_steps=2",
+                     "ddp.powersgd_rank=1", "ddp.bucket_cap_mb=0.01"]),
+    "fp16 gradients": (2, ["strategy=zero1", "batch_size=3", "ddp.comm_hook=fp16"]),
+}  # fmt: skip
+
+
 def overrides_of(way: str) -> list[str]:
-    return [f"training.{each}" for each in WAYS[way][1]]
+    return [f"training.{each}" for each in (WAYS | OTHERS)[way][1]]
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +109,24 @@ def test_a_zero_bubble_pipeline_gives_the_numbers_of_one_process(fresh_ranks: Fr
 
 # ---------------------------------------------------------------- resume and re-sharding
 
-RESUMED = ["zero1", "cpu_offload", "HYBRID_SHARD of 2", "tensor and fsdp", "interleaved and ddp", "1f1b and fsdp"]
+RESUMED = [
+    "ddp on 4",
+    "powersgd",
+    "fp16 gradients",
+    "zero1",
+    "cpu_offload",
+    "HYBRID_SHARD of 2",
+    "tensor and fsdp",
+    "interleaved and ddp",
+    "1f1b and fsdp",
+]
 
 
 @pytest.mark.parametrize("way", RESUMED)
 def test_resumed_in_the_middle_it_is_bit_for_bit_the_uninterrupted_run(
     fresh_ranks: FreshRanks, tmp_path: Path, way: str
 ) -> None:
-    size, overrides = WAYS[way][0], [*overrides_of(way), "model.dropout=0.2"]
+    size, overrides = (WAYS | OTHERS)[way][0], [*overrides_of(way), "model.dropout=0.2"]
     whole = fresh_ranks.run(size, work.train, CONFIG, overrides)
     folder = [*overrides, *work.folder_of(tmp_path)]
     head = fresh_ranks.run(size, functools.partial(work.train, steps=4, save=True), CONFIG, folder)
@@ -137,6 +156,54 @@ def test_a_run_goes_on_under_any_other_strategy(fresh_ranks: FreshRanks, referen
         parts.append(fresh_ranks.run(WAYS[way][0], job, CONFIG, [*overrides_of(way), *work.folder_of(tmp_path)])[0])
     joined = {key: [value for part in parts for value in part[key]] for key in ("losses", "norms", "lrs")}
     assert_same_curve({**joined, "weights": parts[-1]["weights"]}, reference)
+
+
+def test_powersgd_on_other_ranks_starts_its_memory_anew_and_says_so(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
+    folder = [*overrides_of("powersgd"), *work.folder_of(tmp_path)]
+    fresh_ranks.run(2, functools.partial(work.train, steps=4, save=True), CONFIG, folder)
+    assert fresh_ranks.run(2, work.with_session, CONFIG, folder, _forgot) == [False, False]
+    assert fresh_ranks.run(4, work.with_session, CONFIG, folder, _forgot) == [True] * 4
+
+
+def _forgot(session: Any) -> bool:
+    session.resume("latest")
+    return bool(session.forgot_compression)
+
+
+# ---------------------------------------------------------------- compressed gradients
+
+
+@pytest.mark.parametrize("way", ["powersgd", "fp16 gradients"])
+def test_compressed_gradients_learn_nearly_the_same_on_all_ranks_alike(
+    fresh_ranks: FreshRanks, reference: Any, way: str
+) -> None:
+    results = fresh_ranks.run(2, functools.partial(work.train, evaluate=True), CONFIG, overrides_of(way))
+    for name, weight in results[0]["weights"].items():
+        assert torch.equal(results[1]["weights"][name], weight), f"{name}: the ranks have drifted apart"
+    assert results[0]["losses"] != reference["losses"], "nothing was compressed"
+    assert results[0]["metrics"]["loss"] == pytest.approx(reference["metrics"]["loss"], rel=0.02)
+
+
+# ---------------------------------------------------------------- precisions
+
+NARROW = ["zero1", "tensor", "tensor and fsdp", "1f1b and ddp", "1f1b and fsdp", "cpu_offload", "SHARD_GRAD_OP"]
+
+
+PRECISIONS = [(way, precision) for way in NARROW for precision in ("bf16-mixed", "bf16-true")]
+PRECISIONS += [
+    (way, "16-mixed") for way in ("zero1", "cpu_offload", "SHARD_GRAD_OP")
+]  # refused for the others, see below
+
+
+@pytest.mark.parametrize(("way", "precision"), PRECISIONS)
+def test_narrow_precisions_learn_the_same_under_every_strategy(
+    fresh_ranks: FreshRanks, reference: Any, way: str, precision: str
+) -> None:
+    choice = [*overrides_of(way), f"training.precision={precision}"]
+    results = fresh_ranks.run(WAYS[way][0], functools.partial(work.train, evaluate=True), CONFIG, choice)
+    for result in results:
+        assert result["losses"] == pytest.approx(reference["losses"], rel=0.05)
+        assert result["metrics"]["loss"] == pytest.approx(reference["metrics"]["loss"], rel=0.05)
 
 
 # ---------------------------------------------------------------- what cannot be combined
@@ -178,6 +245,7 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
         "set training.gradient_accumulation to 2",
     ),
     "fp16 in a pipeline": (2, ["training.pipeline.stages=2", "training.precision=16-mixed"], "use bf16-mixed"),
+    "fp16 in a tensor group": (2, ["training.tensor.size=2", "training.precision=16-mixed"], "use bf16-mixed"),
     "tied weights without a bubble": (
         2,
         ["training.pipeline.schedule=zero_bubble", "training.batch_size=3"],

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -55,22 +57,31 @@ class Progress:
 
 
 def save_from(
-    model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, store: CheckpointStore, world: World
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    store: CheckpointStore,
+    world: World,
+    own: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
+    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place.
+
+    `own`: tensors of this rank alone, which only the same rank of as many can use again.
+    """
     aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
     try:
         with _quiet():
-            save(_tensors(model, optimizer), checkpoint_id=aside, no_dist=not world.connected)
+            state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
+            save(state, checkpoint_id=aside, no_dist=not world.connected)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {aside}: {error}"
         ) from error
-    own = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
+    written = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
     if world.is_first:
-        own[".metadata"] = entry_of(aside / ".metadata")
+        written[".metadata"] = entry_of(aside / ".metadata")
     files: dict[str, FileEntry] = {}
-    for part in world.gather(own):
+    for part in world.gather(written):
         files.update(part)
     fields = json.loads(json.dumps(asdict(progress)))
     return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, files, fields))
@@ -102,6 +113,26 @@ def load_into(
         optim_state_dict={"state": state["optimizer"], "param_groups": groups},
     )
     return path, Progress.read(path)
+
+
+def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
+    """The tensors of this rank alone, if the checkpoint was made by as many ranks and has some."""
+    prefix = f"{_own(world)}."
+    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in known.items()
+        if name.startswith(prefix) and isinstance(about, TensorStorageMetadata)
+    }
+    if not all(world.gather(bool(state))):
+        return None
+    with _quiet():
+        load(state, checkpoint_id=path, no_dist=not world.connected)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _own(world: World) -> str:
+    return f"rank {world.rank} of {world.size}"
 
 
 def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

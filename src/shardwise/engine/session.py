@@ -12,7 +12,7 @@ with Session("chess.yaml") as session:      take this process's place among the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, save_from
+from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, load_own, save_from
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
@@ -62,6 +62,8 @@ class Session:
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.saved_at: int | None = None
         """The step of the newest checkpoint of this session."""
+        self.forgot_compression = False
+        """The checkpoint that was resumed has no memory of powersgd for this number of ranks."""
         self.batch_before: int | None = None
         """The global batch of the checkpoint that was resumed."""
         self._begun_at: tuple[int, Cursor] = (0, Cursor())
@@ -218,7 +220,7 @@ class Session:
         left = in_this_epoch + epochs_after * self.steps_per_epoch if cursor.epoch < training.max_epochs else 0
         return min(step + left, training.max_steps or step + left)
 
-    def batches(self) -> Iterator[StepBatch]:
+    def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         loader = StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
@@ -317,7 +319,15 @@ class Session:
             seed=self.config.seed,
             order=self._order_name(),
         )
-        path = save_from(self.parts.spread.module, self.parts.optimizer, progress, self.store, self.world)
+        memory = self.parts.spread.memory
+        path = save_from(
+            self.parts.spread.module,
+            self.parts.optimizer,
+            progress,
+            self.store,
+            self.world,
+            memory.tensors() if memory else None,
+        )
         self.saved_at = self.steps_done
         if self.world.is_first:
             self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
@@ -334,6 +344,13 @@ class Session:
         if found is None:
             return None
         path, progress = found
+        if self.parts.spread.settles_later and not self.steps_done:
+            self._rehearse()
+        if self.parts.spread.memory is not None:
+            own = load_own(path, self.world)
+            self.forgot_compression = own is None
+            if own is not None:
+                self.parts.spread.memory.restore(own)
         self._check_same_run(progress)
         go_on_from(progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
@@ -345,6 +362,20 @@ class Session:
         if progress.scaler and self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(progress.scaler)
         return path
+
+    def _rehearse(self) -> None:
+        """A backward pass whose gradients are thrown away. DDP settles after the first one which gradients travel together
+        and in which order, and so how they are added up: a resumed run must do that before its first step."""
+        steps = self.batches()
+        micro = next(steps).micro[0]
+        steps.close()
+        buffers = [(buffer, buffer.clone()) for buffer in self.parts.spread.module.buffers()]
+        with self.parts.precision.autocast():
+            loss = self.task.loss(self.model, micro.inputs)
+        loss.sum.backward()
+        self.parts.optimizer.zero_grad()
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
 
     def _order_name(self) -> str:
         origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""

@@ -36,7 +36,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
-from shardwise.parallel.stages import Leave, Piece, cut_evenly, graft, has_shared_ends, outputs_of, weigh
+from shardwise.parallel.stages import Leave, Piece, Sketch, cut_evenly, graft, has_shared_ends, weigh
 from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
 
 Boundary = tuple[torch.Size, torch.dtype]
@@ -44,8 +44,6 @@ Boundary = tuple[torch.Size, torch.dtype]
 
 class MicroBatch(Protocol):
     inputs: Any
-
-    def to(self, device: torch.device) -> Any: ...
 
 
 Forward = Callable[[nn.Module, Any], Tensor]
@@ -87,7 +85,8 @@ def build_pipeline(
         materialize(piece, layout.world.device)
         pieces.append(piece)
     _receive(pieces, weights, layout)
-    return Pipeline(shape, blocks, pieces, edges, options, layout, micro_batches, sharded=training.fsdp is not None)
+    sketch = Sketch(shape, find_blocks, layout.world.device)
+    return Pipeline(shape, sketch, pieces, edges, options, layout, micro_batches, sharded=training.fsdp is not None)
 
 
 def predicted_bubble(options: Options, stages: int, micro_batches: int) -> float:
@@ -104,7 +103,7 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         shape: nn.Module,
-        blocks: list[nn.Module],
+        sketch: Sketch,
         pieces: list[Piece],
         edges: list[int],
         options: Options,
@@ -119,7 +118,7 @@ class Pipeline(nn.Module):
         self.micro_batches = micro_batches
         self.group = layout.mesh["stage"].get_group()
         self._shape = [shape]  # in a list: it is not a part of this rank's model
-        self._blocks = [blocks]
+        self._sketch = sketch
         self.names = graft(shape, pieces)
         self._known: dict[Any, list[Boundary]] = {}
         self._room: list[int] = [0] * (len(edges) - 2)
@@ -217,8 +216,7 @@ class Pipeline(nn.Module):
         """What the pieces hand on for this micro-batch, found on the meta device once for inputs of each shape."""
         key = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(micro.inputs) if isinstance(leaf, Tensor))
         if key not in self._known:
-            on_meta = micro.to(torch.device("meta"))
-            outputs = outputs_of(self.whole, self._blocks[0], lambda model: self._forward(model, on_meta))
+            outputs = self._sketch.outputs_of(lambda model: self._forward(model, micro))
             self._known[key] = [(outputs[edge - 1].shape, outputs[edge - 1].dtype) for edge in self.edges[1:-1]]
         return self._known[key]
 
@@ -273,8 +271,7 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model, one stage after the other; every stage gets the result."""
         if not self._known:  # nobody has looked at the model yet
-            meta_args, meta_kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-            outputs_of(self.whole, self._blocks[0], lambda model: model(*meta_args, **meta_kwargs))
+            self._sketch.outputs_of(lambda model: model(*args, **kwargs))
         stages = self.layout.size("stage")
         hidden: Any = None
         for number in range(self.count):

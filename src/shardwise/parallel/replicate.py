@@ -6,8 +6,8 @@ import inspect
 import math
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -17,23 +17,48 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.world import World
 
 
-def replicate(
-    module: nn.Module, options: Ddp, world: World, group: dist.ProcessGroup | None = None
-) -> DistributedDataParallel:
+def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[DistributedDataParallel, PowerSGD | None]:
     # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
     changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
     model = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        process_group=group,
         bucket_cap_mb=options.bucket_cap_mb,
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
     )
-    _compress(model, options, world)
-    return model
+    return model, _compress(model, options, world)
+
+
+class PowerSGD:
+    """PowerSGD's memory of a rank: what its low-rank gradients left out so far, and where the next ones start from."""
+
+    def __init__(self, state: powerSGD_hook.PowerSGDState) -> None:
+        self.state = state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {
+            f"{kind} {bucket}": tensor
+            for kind in _MEMORIES
+            for bucket, tensor in getattr(self.state, f"{kind}_dict").items()
+        }
+        drawn: Any = self.state.rng.get_state()
+        _, numbers, position, has_gauss, gauss = drawn
+        draws = torch.tensor([*numbers.tolist(), position, has_gauss, gauss], dtype=torch.float64)  # all fit exactly
+        return {**found, "draws": draws, "steps": torch.tensor(self.state.iter)}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        for kind in _MEMORIES:
+            memory = {name.split()[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{kind} ")}
+            setattr(self.state, f"{kind}_dict", {int(bucket): tensor for bucket, tensor in memory.items()})
+        *numbers, position, has_gauss, gauss = tensors["draws"].tolist()
+        self.state.rng.set_state(("MT19937", np.array(numbers, np.uint32), int(position), int(has_gauss), gauss))
+        self.state.iter = int(tensors["steps"])
+
+
+_MEMORIES = ("error", "p_memory", "q_memory")
 
 
 def over_devices(module: nn.Module) -> nn.Module:
@@ -62,7 +87,7 @@ _BUFFER_OPTION = (
 )
 
 
-def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> None:
+def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> PowerSGD | None:
     if options.comm_hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif options.comm_hook == "bf16":
@@ -76,6 +101,8 @@ def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> Non
             start_powerSGD_iter=options.powersgd_warmup_steps,
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return PowerSGD(state)
+    return None
 
 
 def _low_rank(shape: torch.Size, rank: int) -> int:

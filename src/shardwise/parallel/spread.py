@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.pipeline import Pipeline, build_pipeline
 from shardwise.parallel.recompute import recompute
-from shardwise.parallel.replicate import over_devices, replicate
+from shardwise.parallel.replicate import PowerSGD, over_devices, replicate
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
 from shardwise.parallel.tensor import TensorPlan, split_matrices
 from shardwise.parallel.weights import (
@@ -44,6 +44,8 @@ class Spread:
     reduce_always: bool = False
     """Gradients are reduced over the ranks on every micro-batch."""
     pipeline: Pipeline | None = None
+    memory: PowerSGD | None = None
+    """What compressed gradients left out so far; it belongs into a checkpoint."""
 
     @property
     def whole(self) -> nn.Module:
@@ -64,6 +66,11 @@ class Spread:
         if self.pipeline is not None:
             return True
         return isinstance(self.model, DistributedDataParallel) and not self.model.find_unused_parameters
+
+    @property
+    def settles_later(self) -> bool:
+        """DDP decides after its first backward pass which gradients travel together."""
+        return isinstance(self.model, DistributedDataParallel) and dist.get_world_size() > 1
 
     def share_buffers(self) -> None:
         """Running statistics are those of the first copy on every rank: to evaluate with, and to save."""
@@ -139,7 +146,8 @@ def _whole_copies(build: Build, strategy: str, training: Training, layout: Layou
     if strategy == "dp":
         return Spread(over_devices(module), module, layout)
     broadcast_buffers(module, dict(module.named_buffers()), world)
-    return Spread(replicate(module, training.ddp, world), module, layout)
+    model, memory = replicate(module, training.ddp, world)
+    return Spread(model, module, layout, memory=memory)
 
 
 def _receive(model: nn.Module, weights: Weights, world: World) -> None:

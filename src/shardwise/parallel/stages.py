@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.weights import original_name
+from shardwise.parallel.weights import FindBlocks, original_name
 
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -51,7 +52,7 @@ class Piece(nn.Module):
             for name, parameter in model.named_parameters()
             if zones[id(parameter)] >= {BEFORE, AFTER} and (self.is_first or self.is_last)
         }
-        self._strip(blocks, zones, mine | set(range(first, last)), device)
+        strip(model, blocks, mine | set(range(first, last)), device)
         for index, block in enumerate(blocks):
             if not first <= index < last:
                 block.forward = _StandIn(self, block, index - first)
@@ -72,22 +73,6 @@ class Piece(nn.Module):
     def shared(self) -> list[nn.Parameter]:
         """Weights that the first and the last piece both hold."""
         return [each for name, each in self.model.named_parameters() if original_name(name) in self.shared_names]
-
-    def _strip(self, blocks: list[nn.Module], zones: dict[int, set[Any]], mine: set[Any], device: torch.device) -> None:
-        """Parameters and lasting buffers of other pieces become plain attributes: zeros of no size, or, in blocks that
-        are stood in for, tensors on meta."""
-        inside = _inside(blocks)
-        for zone, module in _in_order(self.model, inside):
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and not zones[id(parameter)] & mine:
-                    del module._parameters[name]
-                    module.__dict__[name] = _nothing_like(parameter, device if zone in (BEFORE, AFTER) else None)
-            for name, buffer in list(module._buffers.items()):
-                lasting = name not in module._non_persistent_buffers_set
-                if buffer is not None and zone not in mine and (lasting or id(module) in inside):
-                    del module._buffers[name]
-                    here = device if zone in (BEFORE, AFTER) else torch.device("meta")
-                    module.__dict__[name] = torch.zeros_like(buffer, device=here)
 
 
 class _StandIn:
@@ -115,47 +100,59 @@ class _StandIn:
             return False  # most give a tensor; if not, the model's own code will say so
 
 
-def outputs_of(model: nn.Module, blocks: list[nn.Module], job: Callable[[nn.Module], Any]) -> list[Tensor]:
-    """What the blocks of a model on the meta device give, each in its turn; refused if it cannot be cut between them.
+class Sketch:
+    """A model to look at: its own code runs on the device, with zeros of no size for weights; its blocks run on meta.
 
-    A block may only get what the one before gave, unchanged: anything else that the model does in between would need
-    what a later stage does not have, as the sum of a block's input and output does.
+    So what looks at numbers outside the blocks, as the making of masks may, has numbers to look at.
     """
-    outputs: list[Tensor] = []
 
-    def arrive(block: nn.Module, args: Any) -> None:
-        position = len(outputs)
-        if position >= len(blocks) or block is not blocks[position]:
+    def __init__(self, shape: nn.Module, find_blocks: FindBlocks, device: torch.device) -> None:
+        self.model, self.device = copy.deepcopy(shape), device
+        self.blocks = find_blocks(self.model)
+        strip(self.model, self.blocks, set(), device, lasting_only=False)
+        for position, block in enumerate(self.blocks):
+            block.forward = partial(self._block, position, block.forward)
+        self._outputs: list[Tensor] = []
+
+    def outputs_of(self, job: Callable[[nn.Module], Any]) -> list[Tensor]:
+        """What the blocks give, each in its turn; refused if the model cannot be cut between them.
+
+        A block may only get what the one before gave, unchanged: anything else that the model does in between would need
+        what a later stage does not have, as the sum of a block's input and output does.
+        """
+        self._outputs = []
+        try:
+            # What is drawn here must not be missing later: a resumed run looks at other shapes.
+            with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+                job(self.model)
+        except Leave:
+            return self._outputs
+        except ShardwiseError:
+            raise
+        except Exception as error:
+            raise ShardwiseError(
+                f"strategy pipeline cannot tell the shapes between this model's blocks: {type(error).__name__}: {error}. The "
+                "blocks must be able to run on PyTorch's meta device; fsdp has no such need"
+            ) from error
+        raise ShardwiseError("strategy pipeline: the model does not call all of its blocks")
+
+    def _block(self, position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if position != len(self._outputs):
             raise ShardwiseError("strategy pipeline: the model does not call its blocks once each and in their order")
-        if not args or (position and args[0] is not outputs[-1]):
+        if not args or (position and args[0] is not self._outputs[-1]):
             raise ShardwiseError(
                 f"strategy pipeline cannot cut this model: block {position} does not take the output of the block before as it "
                 "is, as its first argument. Move what the model does in between into the blocks, or use fsdp"
             )
+        meta_args, meta_kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        result = tree_map_only(Tensor, self._sized, original(*meta_args, **meta_kwargs))
+        self._outputs.append(result[0] if isinstance(result, tuple) else result)
+        if len(self._outputs) == len(self.blocks):
+            raise Leave(self._outputs[-1])
+        return result
 
-    def leave(_block: nn.Module, _args: Any, output: Any) -> None:
-        outputs.append(output[0] if isinstance(output, tuple) else output)
-        if len(outputs) == len(blocks):
-            raise Leave(outputs[-1])
-
-    hooks = [block.register_forward_pre_hook(arrive) for block in blocks]
-    hooks += [block.register_forward_hook(leave) for block in blocks]
-    try:
-        with torch.no_grad():
-            job(model)
-    except (Leave, ShardwiseError) as ending:
-        if isinstance(ending, ShardwiseError):
-            raise
-        return outputs
-    except Exception as error:
-        raise ShardwiseError(
-            f"strategy pipeline cannot tell the shapes between this model's blocks: {type(error).__name__}: {error}. The model "
-            "must be able to run on PyTorch's meta device; fsdp has no such need"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise ShardwiseError("strategy pipeline: the model does not call all of its blocks")
+    def _sized(self, tensor: Tensor) -> Tensor:
+        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
 
 
 def weigh(model: nn.Module, blocks: list[nn.Module]) -> list[int]:
@@ -205,6 +202,27 @@ def graft(shape: nn.Module, pieces: Sequence[Piece]) -> nn.Module:
     return tree
 
 
+def strip(
+    model: nn.Module, blocks: list[nn.Module], mine: set[Any], device: torch.device, *, lasting_only: bool = True
+) -> None:
+    """Parameters and buffers of zones that are not `mine` become plain attributes: zeros that take no memory, or, in
+    blocks, tensors on meta. `lasting_only`: a buffer outside the blocks that is in no state dict stays: it is a constant.
+    """
+    inside = _inside(blocks)
+    zones = _zones(model, blocks)
+    for zone, module in _in_order(model, inside):
+        here = device if zone in (BEFORE, AFTER) else torch.device("meta")
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not zones[id(parameter)] & mine:
+                del module._parameters[name]
+                module.__dict__[name] = _nothing_like(parameter, here)
+        for name, buffer in list(module._buffers.items()):
+            constant = lasting_only and name in module._non_persistent_buffers_set and id(module) not in inside
+            if buffer is not None and zone not in mine and not constant:
+                del module._buffers[name]
+                module.__dict__[name] = torch.zeros_like(buffer, device=here)
+
+
 def _zones(model: nn.Module, blocks: list[nn.Module]) -> dict[int, set[Any]]:
     """For the id of each parameter: in which blocks it is, or whether it is registered before or after them."""
     zones: dict[int, set[Any]] = defaultdict(set)
@@ -246,8 +264,6 @@ def _refuse_weights_shared_over_edges(model: nn.Module, zones: dict[int, set[Any
             )
 
 
-def _nothing_like(parameter: Tensor, device: torch.device | None) -> Tensor:
-    """Zeros of this shape that take no memory; on meta without a device."""
-    if device is None:
-        return parameter.detach().to("meta")
+def _nothing_like(parameter: Tensor, device: torch.device) -> Tensor:
+    """Zeros of this shape that take no memory."""
     return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -135,8 +135,10 @@ def _for_training(config: Any) -> Any:
 
 def _dropouts(defaults: Any, rate: float) -> dict[str, float]:
     """Every dropout that the architecture has; 0 switches off the ones that are on by default."""
-    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
-    return {name: rate for name in names if hasattr(defaults, name)}
+    ends = ("dropout", "_pdrop", "_dropout_prob")
+    return {
+        name: rate for name, value in vars(defaults).items() if name.endswith(ends) and isinstance(value, int | float)
+    }
 
 
 def _cannot_load(name: str, error: Exception) -> DataError:
