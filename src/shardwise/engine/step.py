@@ -67,7 +67,7 @@ class StepResult:
     samples: int = 0
     """Of all ranks."""
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds in each phase: wait for data, agree, compute, update."""
+    """Seconds in each phase: wait for data, agree, compute, update; of compute, in a pipeline, idle."""
 
 
 def run_step(
@@ -113,6 +113,8 @@ def run_step(
             with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1):
                 forward(parts.spread.model, micro).backward()
     clock.lap("compute")
+    if parts.spread.pipeline is not None and world.device.type == "cpu":  # on CUDA the host does not see when work ends
+        clock.times["idle"] = clock.times["compute"] - parts.spread.pipeline.busy
 
     parts.scaler.unscale_(parts.optimizer)
     grads = gradients(parts.parameters)

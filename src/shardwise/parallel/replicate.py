@@ -23,7 +23,7 @@ def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[Distribute
     model = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        bucket_cap_mb=options.bucket_cap_mb,
+        bucket_cap_mb=_bucket(module, options, world),
         find_unused_parameters=options.find_unused_parameters,
         static_graph=options.static_graph,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
@@ -85,6 +85,14 @@ _BUFFER_OPTION = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
+
+
+def _bucket(module: nn.Module, options: Ddp, world: World) -> float:
+    """In MB. PowerSGD answers one collective with the next; over gloo those of several buckets get into each other's way
+    (torch 2.13: a hang), so all gradients travel in one."""
+    if options.comm_hook != "powersgd" or world.device.type == "cuda":
+        return options.bucket_cap_mb
+    return 1 + sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) / 2**20
 
 
 def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> PowerSGD | None:
