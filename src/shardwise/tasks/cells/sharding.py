@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardwise.config.cells import CellsData
+from shardwise.config.cells import FIXED_IN_A_COPY, CellsData
 from shardwise.config.seeds import Purpose
 from shardwise.data.manifest import FileEntry, entry_of, flush, write_manifest
 from shardwise.errors import DataError
@@ -42,7 +42,7 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
         about = _write(corpus, aside, cells_per_shard, seed) | {
             "sources": [str(path) for path in h5ad_paths(options, seed)],
             "seed": seed,
-            "valid_fraction": options.valid_fraction,
+            "made_with": {key: getattr(options, key) for key in FIXED_IN_A_COPY},
         }
         files: dict[str, FileEntry] = {}
         for file in sorted(aside.glob("*.arrow")):

@@ -31,6 +31,9 @@ class ShardedCopy:
     counts: bool
     training: ShardFiles
     validation: ShardFiles
+    seed: int
+    made_with: dict[str, Any]
+    """The keys of the data block that it was made with and that are fixed now."""
 
 
 class ShardFiles(SeveralFiles["_Shard"]):
@@ -113,7 +116,7 @@ def open_shards(folder: Path) -> ShardedCopy:
         ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
         for part in ("train", "valid")
     )
-    return ShardedCopy(about["genes"], about["counts"], training, validation)
+    return ShardedCopy(about["genes"], about["counts"], training, validation, about["seed"], about.get("made_with", {}))
 
 
 def write_shard(
