@@ -537,6 +537,7 @@ def test_a_key_that_a_task_needs_is_named_where_it_is_missing(tmp_path: Path, mo
             "data: paths and valid_paths are read with source: local, but source is hub",
         ),
         ("{dataset: a}", "data: dataset is read with source: hub, but source is synthetic"),
+        ("{valid_split: test}", "data: valid_split is read with source: hub, but source is synthetic"),
     ],
 )
 def test_data_that_would_be_ignored_is_refused(data: str, message: str) -> None:

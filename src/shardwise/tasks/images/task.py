@@ -62,8 +62,7 @@ class ImagesTask(Task):
         )
 
     def prepare_data(self) -> None:
-        check_images(self._images.train)
-        check_images(self._images.valid)
+        check_images(self._images.train, self._images.valid)
 
     def train_data(self) -> Views:
         return Views(self._images.train, self.look, training=True)
