@@ -14,7 +14,19 @@ import shardwise
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
-EVERYTHING = {"config", "data", "parallel", "kernels", "tasks", "checkpoint", "watch", "engine", "launch", "bench"}
+EVERYTHING = {
+    "config",
+    "data",
+    "parallel",
+    "kernels",
+    "tasks",
+    "checkpoint",
+    "watch",
+    "engine",
+    "launch",
+    "plan",
+    "bench",
+}
 
 # Besides itself, `config` and `errors`, which every room may import.
 ALLOWED: dict[str, set[str]] = {
@@ -26,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "watch": set(),
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
     "launch": set(),
+    "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
     "cli": EVERYTHING,
 }
