@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ WAYS: dict[str, tuple[int, list[str]]] = {
     "1f1b": (2, ["pipeline.schedule=1f1b", "batch_size=3"]),
     "1f1b on 4 stages": (4, ["pipeline.schedule=1f1b", "batch_size=2"]),
     "interleaved": (2, ["pipeline.schedule=interleaved", "batch_size=3"]),
+    "balanced by time": (2, ["pipeline.balance=time", "batch_size=3"]),
     "1f1b and ddp": (4, ["pipeline.stages=2", "batch_size=3"]),
     "1f1b and fsdp": (4, ["pipeline.stages=2", "fsdp.sharding_strategy=FULL_SHARD", "batch_size=3"]),
     "interleaved and ddp": (4, ["pipeline.stages=2", "pipeline.schedule=interleaved", "batch_size=3"]),
@@ -105,6 +107,35 @@ def test_a_zero_bubble_pipeline_gives_the_numbers_of_one_process(fresh_ranks: Fr
     results = fresh_ranks.run(2, functools.partial(work.train, evaluate=True), CONFIG, zero_bubble)
     together = {name: weight for result in results for name, weight in result["weights"].items()}
     assert_same_curve({**results[0], "weights": together}, one)
+
+
+class _Uneven(Ragged):
+    """One block that takes as long as all others together, with no more parameters."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        inner = model.layers[0].inner
+        model.layers[0].inner = nn.Sequential(*inner, _Slow())
+        return model
+
+
+class _Slow(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return hidden
+
+
+@pytest.mark.parametrize(("balance", "cut"), [("parameters", [0, 2, 4]), ("time", [0, 1, 4])])
+def test_stages_are_cut_to_equal_parameters_or_equal_time(
+    fresh_ranks: FreshRanks, balance: str, cut: list[int]
+) -> None:
+    text = CONFIG.replace("tests.tasks:Ragged", "tests.distributed.test_strategies:_Uneven")
+    choice = [f"training.pipeline.balance={balance}", "training.batch_size=3"]
+    assert fresh_ranks.run(2, work.with_session, text, choice, _edges) == [cut, cut]
+
+
+def _edges(session: Any) -> list[int]:
+    return list(session.parts.spread.pipeline.edges)
 
 
 # ---------------------------------------------------------------- resume and re-sharding

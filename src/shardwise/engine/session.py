@@ -26,6 +26,7 @@ from shardwise.config import Batching, Config, load_config, resolve_batching, re
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.data.loader import Work
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.optimizer import build_optimizer
@@ -147,6 +148,7 @@ class Session:
             training,
             self.layout,
             self.batching.accumulation,
+            self._trial,
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
@@ -165,6 +167,14 @@ class Session:
         )
         spread_model.model.train()
         return spread_model.model
+
+    def _trial(self, model: nn.Module) -> torch.Tensor:
+        """The loss of the first samples, on the CPU: for a look at how long the parts of a model take."""
+        first = self.order().part(0, 0, min(self.batching.batch_size, len(self.train_data)))
+        reader = Reader(self.train_data, self.task.collate, self.task.count, self.config.seed)
+        read = reader.read(Work(first, (len(first),), epoch=0))
+        inputs = read.inputs if isinstance(self.train_data, BatchedSamples) else read.inputs[0]
+        return self.task.loss(model, inputs).sum
 
     def _make_task(self) -> Task:
         kind = load_task_class(self.config.task)

@@ -37,6 +37,7 @@ from shardwise.parallel.layout import Layout
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
 from shardwise.parallel.stages import Leave, Piece, Sketch, cut_evenly, graft, has_shared_ends, weigh
+from shardwise.parallel.timing import block_times
 from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
 
 Boundary = tuple[torch.Size, torch.dtype]
@@ -59,9 +60,15 @@ _FINE = ("interleaved", "zero_bubble")
 
 
 def build_pipeline(
-    shape: nn.Module, find_blocks: FindBlocks, weights: Weights, training: Training, layout: Layout, micro_batches: int
+    shape: nn.Module,
+    find_blocks: FindBlocks,
+    weights: Weights,
+    training: Training,
+    layout: Layout,
+    micro_batches: int,
+    trial: Callable[[nn.Module], Tensor],
 ) -> Pipeline:
-    """This rank's pieces of the model, each with its own weights."""
+    """This rank's pieces of the model, each with its own weights. `trial` runs the model on a few samples on the CPU."""
     options = training.pipeline or Options()
     stages = layout.size("stage")
     count = stages * (options.pieces_per_rank if options.schedule in _FINE else 1)
@@ -73,7 +80,10 @@ def build_pipeline(
             "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
             "untie them, or use interleaved"
         )
-    edges = cut_evenly(weigh(shape, blocks), count)
+    sizes = (
+        weigh(shape, blocks) if options.balance == "parameters" else _times(shape, find_blocks, weights, layout, trial)
+    )
+    edges = cut_evenly(sizes, count)
     pieces = []
     for number in range(layout.stage, count, stages):
         model = copy.deepcopy(shape)
@@ -331,6 +341,19 @@ def _check(options: Options, training: Training, blocks: int, pieces: int, stage
             f"training.pipeline.schedule: {options.schedule} on {stages} stages cannot take {micro_batches} micro-batch(es) per "
             f"step: set training.gradient_accumulation to {stages * max(1, -(-micro_batches // stages))}"
         )
+
+
+def _times(
+    shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: Layout, trial: Callable[[nn.Module], Tensor]
+) -> list[float]:
+    def measure() -> list[float]:
+        model = materialize(copy.deepcopy(shape), torch.device("cpu"))
+        model.load_state_dict(weights.state, strict=False)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(weights.buffers[name])
+        return block_times(model.train(), find_blocks(model), trial)
+
+    return layout.world.on_first(measure)
 
 
 def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -95,7 +95,8 @@ def spread(
     strategy: str,
     training: Training,
     layout: Layout,
-    micro_batches: int = 1,
+    micro_batches: int,
+    trial: Callable[[nn.Module], torch.Tensor],
 ) -> Spread:
     """Tensor types → batch norm → stages → split matrices → activation checkpointing → sharding or replicas → weights,
     in this order for every model."""
@@ -107,7 +108,7 @@ def spread(
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
     if strategy == "pipeline":
-        pipeline = build_pipeline(shape, find_blocks, weights, training, layout, micro_batches)
+        pipeline = build_pipeline(shape, find_blocks, weights, training, layout, micro_batches, trial)
         return Spread(pipeline, pipeline.names, layout, pipeline=pipeline)
     refuse_what_cannot_be_sharded(shape)
     fsdp = training.fsdp or Fsdp()

@@ -1,0 +1,266 @@
+"""What the engine costs over the same loop written by hand, and beside Accelerate and Lightning: two CPU ranks, gloo.
+
+python benchmarks/strategies/overhead.py [--rounds 5] [--write benchmarks/strategies/DATE-overhead.md]
+
+The same Llama, the same random tokens, AdamW, clipping, one micro-batch of 8 × 128 tokens per rank and step. Every contender
+runs in processes of its own, in turn, several rounds. Needs: pip install accelerate lightning
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCABULARY, LENGTH, BATCH, STEPS, SKIPPED = 2000, 128, 8, 24, 4
+Times = list[float]
+
+
+def build() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+            use_cache=False, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+
+
+def samples(ranks: int) -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return list(torch.randint(0, VOCABULARY, ((STEPS + SKIPPED) * BATCH * ranks, LENGTH), generator=generator))
+
+
+def next_tokens(model: Any, ids: Any) -> Any:
+    from torch.nn import functional as F
+
+    logits = model(input_ids=ids).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+# ---------------------------------------------------------------- the contenders: each gives the seconds of its steps
+
+
+def by_hand(wrap: Callable[[Any], Any], clip: Callable[[Any], Any]) -> Times:
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dist.init_process_group("gloo")
+    model = wrap(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = samples(dist.get_world_size())
+    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data))  # type: ignore[arg-type]
+
+    def step(ids: Any) -> None:
+        loss = next_tokens(model, ids)
+        loss.backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return timed(loader, step)
+
+
+def ddp_by_hand() -> Times:
+    import torch
+
+    return by_hand(
+        lambda model: torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    )
+
+
+def fsdp_by_hand() -> Times:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    def wrap(model: Any) -> Any:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    return by_hand(wrap, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+
+
+def shardwise(strategy: str) -> Times:
+    from shardwise import Loss, Session
+    from shardwise.config import parse_config
+
+    options = f"strategy: {strategy}, batch_size: {BATCH}, gradient_clip: 1.0, scheduler: {{name: constant}}"
+    text = f"task: own\ntraining: {{{options}}}"
+    with Session(parse_config(text)) as session:
+        session.prepare(
+            model=build(),
+            data=samples(session.world.size),
+            loss=lambda model, ids: Loss(next_tokens(model, ids) * ids[:, 1:].numel(), ids[:, 1:].numel()),
+            count=lambda ids: ids[:, 1:].numel(),
+        )
+        return timed(session.batches(), session.step)
+
+
+def accelerate() -> Times:
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(cpu=True)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(samples(accelerator.num_processes), BATCH, shuffle=True)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def step(ids: Any) -> None:
+        loss = next_tokens(model, ids)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return timed(loader, step)
+
+
+def lightning() -> Times:
+    import logging
+    import warnings
+
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    times: Times = []
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def training_step(self, ids: Any, index: int) -> Any:
+            return next_tokens(self.model, ids)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            times.append(time.perf_counter())
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=1, gradient_clip_val=1.0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(samples(int(os.environ["WORLD_SIZE"])), BATCH, shuffle=True))  # type: ignore[arg-type]
+    return [after - before for before, after in itertools.pairwise(times)][SKIPPED:]
+
+
+def timed(batches: Any, step: Callable[[Any], Any]) -> Times:
+    """From one batch in hand to the next: loading is a part of a step."""
+    marks = []
+    for batch in batches:
+        step(batch)
+        marks.append(time.perf_counter())
+    return [after - before for before, after in itertools.pairwise(marks)][SKIPPED:]
+
+
+CONTENDERS: dict[str, Callable[[], Times]] = {
+    "DDP by hand": ddp_by_hand,
+    "shardwise ddp": lambda: shardwise("ddp"),
+    "Accelerate, DDP": accelerate,
+    "Lightning, DDP": lightning,
+    "fully_shard by hand": fsdp_by_hand,
+    "shardwise fsdp": lambda: shardwise("fsdp"),
+}
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--one", choices=CONTENDERS)
+    args = parser.parse_args()
+    if args.one:
+        import torch
+
+        torch.set_num_threads(1)
+        times = CONTENDERS[args.one]()
+        if os.environ["RANK"] == "0":
+            print(json.dumps(times))
+        return
+    rounds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(args.rounds):
+        for name in CONTENDERS:
+            rounds[name].append(statistics.median(launch(name)))
+            print(f"{name:<22} {rounds[name][-1] * 1e3:.1f} ms", flush=True)
+    text = report(rounds, args.rounds)
+    print(text)
+    if args.write:
+        args.write.write_text(text)
+
+
+def launch(name: str) -> Times:
+    command = [sys.executable, "-W", "ignore", __file__, "--one", name]
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29573",
+        "WORLD_SIZE": "2",
+        "NODE_RANK": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        sys.exit(f"{name}: {outputs[0][1][-2000:]}")
+    return list(json.loads(outputs[0][0].splitlines()[-1]))
+
+
+def report(rounds: dict[str, list[float]], number: int) -> str:
+    def against(name: str, base: str) -> str:
+        """The median over the rounds of what one took in excess of the other in the same round."""
+        ratios = [mine / theirs - 1 for mine, theirs in zip(rounds[name], rounds[base], strict=True)]
+        return f"{statistics.median(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
+
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "lightning"))
+    lines = [
+        "# The engine against the same loop by hand, Accelerate and Lightning",
+        "",
+        f"{os.cpu_count()} cores, two CPU ranks of one thread, gloo; {versions}, Python {platform.python_version()}, "
+        f"{time.strftime('%Y-%m-%d')}. Made by `benchmarks/strategies/overhead.py`, {number} rounds of {STEPS} steps each, all "
+        "contenders in turn; milliseconds per step, the median of a round's steps, then of the rounds.",
+        "",
+        "| | ms per step | over the loop by hand |",
+        "|---|---|---|",
+    ]
+    for name in CONTENDERS:
+        base = "fully_shard by hand" if "fsdp" in name or "fully" in name else "DDP by hand"
+        excess = "" if name == base else against(name, base)
+        lines.append(f"| {name} | {statistics.median(rounds[name]) * 1e3:.1f} | {excess} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
