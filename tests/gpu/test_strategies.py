@@ -55,6 +55,11 @@ def test_in_bf16_the_curve_is_nearly_the_same(fresh_ranks: FreshRanks, on_cpu: d
     assert fresh_ranks.run(1, work.train, CONFIG, narrow)[0]["losses"] == pytest.approx(on_cpu["losses"], rel=2e-2)
 
 
+def test_offloaded_parameters_are_trained_in_fp16_too(fresh_ranks: FreshRanks, on_cpu: dict[str, Any]) -> None:
+    narrow = [*overrides_of("cpu_offload"), "training.precision=16-mixed"]
+    assert fresh_ranks.run(1, work.train, CONFIG, narrow)[0]["losses"] == pytest.approx(on_cpu["losses"], rel=2e-2)
+
+
 @pytest.mark.parametrize("way", HOOKS)
 def test_compressed_gradients_learn_nearly_the_same(fresh_ranks: FreshRanks, on_cpu: dict[str, Any], way: str) -> None:
     result = fresh_ranks.run(1, work.train, CONFIG, overrides_of(way))[0]

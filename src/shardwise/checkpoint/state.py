@@ -128,7 +128,7 @@ def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
         return None
     with _quiet():
         load(state, checkpoint_id=path, no_dist=not world.connected)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return {name.removeprefix(prefix): tensor.to(world.device) for name, tensor in state.items()}
 
 
 def _own(world: World) -> str:

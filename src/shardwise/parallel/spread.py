@@ -70,7 +70,8 @@ class Spread:
     @property
     def settles_later(self) -> bool:
         """DDP decides after its first backward pass which gradients travel together."""
-        return isinstance(self.model, DistributedDataParallel) and dist.get_world_size() > 1
+        matters = self.memory is not None or self.layout.world.size > 1
+        return isinstance(self.model, DistributedDataParallel) and matters
 
     def share_buffers(self) -> None:
         """Running statistics are those of the first copy on every rank: to evaluate with, and to save."""
@@ -118,7 +119,7 @@ def spread(
     blocks = recompute(shape, blocks, fsdp)
     if strategy == "fsdp" or layout.data_size > 1:
         shard(shape, blocks, training, layout)
-    materialize(shape, _home(fsdp, world))
+    materialize(shape, world.device, parameters=torch.device("cpu") if fsdp.cpu_offload else None)
     _receive(shape, weights, world)
     return Spread(shape, shape, layout, reduce_always=fsdp.reduce_every_micro_batch)
 
@@ -156,8 +157,3 @@ def _receive(model: nn.Module, weights: Weights, world: World) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights.state, options=options)
     broadcast_buffers(model, weights.buffers, world)
-
-
-def _home(fsdp: Fsdp, world: World) -> torch.device:
-    """Where the parameters live between their uses."""
-    return torch.device("cpu") if fsdp.cpu_offload else world.device

@@ -33,18 +33,19 @@ def build_shape(build: Build) -> nn.Module:
     return build() if loose else shape
 
 
-def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move to the device; tensors on meta become empty ones. Unlike Module.to_empty, tied weights stay tied
-    (torch 2.13 makes a new parameter for each owner)."""
+def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> nn.Module:
+    """Move to the device, or the parameters to another; tensors on meta become empty ones. Unlike Module.to_empty, tied
+    weights stay tied (torch 2.13 makes a new parameter for each owner)."""
+    home = parameters or device
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             if id(parameter) not in moved:
-                here = parameter.device == device
+                here = parameter.device == home
                 moved[id(parameter)] = (
-                    parameter if here else nn.Parameter(_on(parameter.data, device), parameter.requires_grad)
+                    parameter if here else nn.Parameter(_on(parameter.data, home), parameter.requires_grad)
                 )
             module._parameters[name] = moved[id(parameter)]
         for name, buffer in module._buffers.items():
