@@ -292,7 +292,11 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
         ["training.fsdp={sharding_strategy: HYBRID_SHARD, shard_size: 3}"],
         "shard_size: 3 does not divide the 4 ranks",
     ),
-    "a compressed pipeline": (2, ["training.pipeline.stages=2", "training.ddp.comm_hook=fp16"], "not in a pipeline"),
+    "a compressed pipeline": (
+        2,
+        ["training.pipeline.stages=2", "training.ddp.comm_hook=fp16"],
+        "works under ddp and zero1, not under pipeline",
+    ),
     "bf16 gradients over gloo": (2, ["training.ddp.comm_hook=bf16"], "between CPU ranks fp16 does the same"),
     "dp on several ranks": (2, ["training.strategy=dp"], "ddp is for several"),
     "tensor for a task that cannot say": (

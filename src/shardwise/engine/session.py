@@ -90,6 +90,10 @@ class Session:
             raise ConfigError(
                 f"strategy: {self.strategy} is one process, but {self.world.size} ranks were started; ddp is for several"
             )
+        if training.ddp.comm_hook != "none" and self.strategy not in ("ddp", "zero1"):
+            raise ConfigError(
+                f"training.ddp.comm_hook: {training.ddp.comm_hook} works under ddp and zero1, not under {self.strategy}"
+            )
         if self.strategy in ("ddp", "zero1") and training.ddp.static_graph and self.batching.accumulation > 1:
             raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
 

@@ -324,10 +324,6 @@ def _check(options: Options, training: Training, blocks: int, pieces: int, stage
             "strategy pipeline does not go with precision 16-mixed, whose overflows the stages would each "
             "judge on their own; use bf16-mixed"
         )
-    if training.ddp.comm_hook != "none":
-        raise ConfigError(
-            f"training.ddp.comm_hook: {training.ddp.comm_hook} works under ddp and zero1, not in a pipeline"
-        )
     if training.fsdp is not None and training.fsdp.cpu_offload:
         raise ConfigError("training.fsdp.cpu_offload does not go with strategy pipeline; fsdp alone can do it")
     rounds = max(1, micro_batches // stages)
