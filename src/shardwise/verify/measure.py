@@ -1,0 +1,143 @@
+"""How far two runs are apart, and how far rounding alone may bring them.
+
+The tolerance is measured: the reference runs again with the samples of each batch in another order, another number of
+threads, and its weights changed in the last digit. What that moves, rounding moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FACTOR = 10.0
+"""Two runs may be this many times as far apart as the reference is from itself."""
+ULPS = 8.0
+"""The tolerance is never below this many units in the last place of the precision."""
+SMALL_SHARE = 1e-3
+"""A gradient smaller than this share of the whole is measured against the whole: it may be nothing but rounding."""
+
+_TYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def floor_of(precision: str) -> float:
+    return ULPS * torch.finfo(_TYPES.get(precision, torch.float32)).eps
+
+
+def is_narrow(precision: str) -> bool:
+    return precision in _TYPES
+
+
+@dataclass
+class Curve:
+    """What a run did, step by step, as all ranks together."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    ids: list[list[int]]
+    skipped: list[bool]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
+        first = ranks[0]
+        together = zip(*ranks, strict=False)
+        return cls(
+            [row["loss"] for row in first],
+            [row["grad_norm"] for row in first],
+            [row["lr"] for row in first],
+            [sorted(index for row in rows for index in row["ids"]) for rows in together],
+            [row["skipped"] for row in first],
+        )
+
+
+def apart(one: float, other: float) -> float:
+    """Relative to the second."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(other), 1e-30)
+
+
+def gradients_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By parameter: the 2-norm of the difference over that of the second; in the order of the model."""
+    if not other:
+        return {}
+    whole = float(torch.stack([each.float().norm() for each in other.values()]).norm())
+    found = {}
+    for name, each in other.items():
+        size = max(float(each.float().norm()), SMALL_SHARE * whole, 1e-30)
+        found[name] = float((one[name].float() - each.float()).norm()) / size if name in one else math.inf
+    return found | {name: math.inf for name in one if name not in other}
+
+
+def weights_apart(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """By parameter: the 2-norm of the difference over the way that training has taken it so far.
+
+    The last digits of the weight itself are counted with the way: a frozen weight has taken none.
+    """
+    found = {}
+    for name, each in other.items():
+        if name not in one:
+            found[name] = math.inf
+            continue
+        digits = torch.finfo(each.dtype).eps if each.is_floating_point() else 0.0
+        way = float((each.float() - start[name].float()).norm()) + ULPS * digits * float(each.float().norm())
+        gap = float((one[name].float() - each.float()).norm())
+        found[name] = gap / way if way else (0.0 if not gap else math.inf)
+    return found
+
+
+@dataclass
+class Tolerance:
+    """Measured: for every quantity what rounding explains."""
+
+    floor: float
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    largest_noise: float
+    """Of the gradients: the figure that tells whether anything can be proved at all."""
+
+    @classmethod
+    def measured(cls, reference: Run, others: Sequence[Run], precision: str, start: Mapping[str, Tensor]) -> Tolerance:
+        floor = floor_of(precision)
+        losses = [[apart(a, b) for a, b in zip(o.curve.losses, reference.curve.losses, strict=False)] for o in others]
+        norms = [[apart(a, b) for a, b in zip(o.curve.norms, reference.curve.norms, strict=False)] for o in others]
+        grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
+        weights = [weights_apart(other.weights, reference.weights, start) for other in others]
+        return cls(
+            floor,
+            _grown(losses, floor),
+            _grown(norms, floor),
+            {name: max(floor, *(FACTOR * each.get(name, 0.0) for each in grads)) for name in reference.gradients},
+            {name: max(floor, *(FACTOR * each.get(name, 0.0) for each in weights)) for name in reference.weights},
+            max((value for each in grads for value in each.values()), default=0.0),
+        )
+
+
+@dataclass
+class Run:
+    """The figures of one group of ranks, put together."""
+
+    name: str
+    curve: Curve
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def _grown(noise: list[list[float]], floor: float) -> list[float]:
+    """Per step: the factor times the largest noise up to there. Rounding errors grow; they do not shrink again."""
+    tolerance, largest = [], 0.0
+    for step in range(max((len(each) for each in noise), default=0)):
+        largest = max([largest, *(each[step] for each in noise if step < len(each))])
+        tolerance.append(max(floor, FACTOR * largest))
+    return tolerance
