@@ -81,11 +81,22 @@ class Outcome:
 def start_server(task_module: str | None) -> None:
     """Begin to import what every rank needs, in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    # A server that has asked the CUDA driver could not hand a working one to the ranks it forks.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ["SHARDWISE_VERIFY_TASK"] = task_module or ""
     context.set_forkserver_preload(["shardwise.verify.warm"])
-    forkserver.ensure_running()
+    before = dict(os.environ)
+    os.environ.update(_SERVER, SHARDWISE_VERIFY_TASK=task_module or "")
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+_SERVER = {
+    # A server that has asked the CUDA driver could not hand a working one to the ranks it forks.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # There are more ranks than cores: a thread that waits must not keep one busy.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 def run_jobs(jobs: Iterable[Job], at_once: int, *, patience: float = TO_STEP) -> dict[str, Outcome]:
@@ -143,7 +154,7 @@ class _Group:
     def _limit(self, alive: int) -> float:
         if alive < len(self.processes):
             return min(ALONE, self.patience)
-        stepping = any('"step"' in _text(self.job.progress(rank)) for rank in range(self.job.world))
+        stepping = any('"step"' in text_of(self.job.progress(rank)) for rank in range(self.job.world))
         return self.patience if stepping else max(TO_PREPARE, self.patience)
 
     def _silent_for(self) -> float:
@@ -169,7 +180,7 @@ class _Group:
         ranks = []
         for rank, process in enumerate(self.processes):
             process.join()
-            signs = [json.loads(line) for line in _text(self.job.progress(rank)).splitlines() if line.endswith("}")]
+            signs = [json.loads(line) for line in text_of(self.job.progress(rank)).splitlines() if line.endswith("}")]
             steps = [sign for sign in signs if "loss" in sign]
             ranks.append(
                 RankOutcome(
@@ -178,7 +189,7 @@ class _Group:
                     steps,
                     signs[-1].get("phase", f"after step {len(steps)}") if signs else "not started",
                     _error(self.job.folder / f"error-{rank}.json"),
-                    _text(self.job.stack(rank)),
+                    text_of(self.job.stack(rank)),
                 )
             )
         return Outcome(self.job, ranks, time.monotonic() - self.began)
@@ -197,7 +208,7 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
     try:
         return file.read_text(errors="replace")
     except FileNotFoundError:
@@ -205,5 +216,5 @@ def _text(file: Path) -> str:
 
 
 def _error(file: Path) -> RankError | None:
-    text = _text(file)
+    text = text_of(file)
     return RankError(**json.loads(text)) if text else None

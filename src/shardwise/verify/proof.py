@@ -195,7 +195,7 @@ class _Proof:
         if not outcome.fine:
             from shardwise.verify.trouble import trouble_of
 
-            log = outcome.job.log(0).read_text(errors="replace")[-2000:]
+            log = processes.text_of(outcome.job.log(0))[-2000:]
             error = outcome.first_error()
             trace = f"\n{error.trace}" if error and not error.for_user else ""
             raise LaunchError(f"one process cannot run it. {trouble_of(outcome).what}{trace}\n{log}".rstrip())
