@@ -47,6 +47,8 @@ class Job:
     """Asked for on the command line."""
     spread: Literal["whole", "split", "ranks"] = "ranks"
     """One process with the whole batch at once, one process with the ranks' micro-batches, or ranks as configured."""
+    same_shares: bool = False
+    """One process computes the very micro-batches of the ranks, those of a short batch included."""
     steps: int = 0
     plan: Plan | None = None
     reorder: int | None = None

@@ -95,6 +95,11 @@ def weights_apart(
     return found
 
 
+def same_at_first(one: Run, other: Run, precision: str) -> bool:
+    """Whether the gradients of the first step are those of the other, as far as the type has digits."""
+    return all(gap < 10 * floor_of(precision) for gap in gradients_apart(one.gradients, other.gradients).values())
+
+
 @dataclass
 class Tolerance:
     """Measured: for every quantity what rounding explains."""

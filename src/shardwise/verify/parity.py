@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.measure import Curve, Run, Tolerance, apart, floor_of, gradients_apart, weights_apart
-from shardwise.verify.probe import Gradients, Probe, Share
+from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.processes import Outcome
 from shardwise.verify.report import Check, Finding, Verdict
 
@@ -83,7 +83,9 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
     if bad and probe.random_forward <= 1e-5:
         worst = max(bad, key=lambda name: bad[name])
-        what = f"gradients of one process differ from plain PyTorch's in {_names(list(bad))}; most in {worst}: {_figure(bad[worst])}"
+        what = (
+            f"gradients of one process are not plain PyTorch's in {_names(list(bad))}; {worst}: {_figure(bad[worst])}"
+        )
         yield _check("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
     elif not bad:
         worst, value = _worst(differences)
@@ -233,7 +235,7 @@ def _why(both: Compared, differences: dict[str, float], bad: dict[str, float]) -
         f"step 1: {len(bad)} of {len(differences)} gradients differ; first {_module_of(first)}, by {_figure(bad[first])} "
         f"where rounding explains {_figure(_limit(both.tolerance.gradients, first, both))}"
     )
-    if both.probe.split_matters_without_batch_norm > 1e-4 and not both.split:
+    if both.probe.split_matters_without_batch_norm > SPLIT_MATTERS and not both.split:
         text += (
             f". In one process, splitting the same batch into the ranks' micro-batches moves the gradient by "
             f"{_figure(both.probe.split_matters_without_batch_norm)}"

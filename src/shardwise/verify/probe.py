@@ -7,7 +7,7 @@ Nothing here goes through the engine: the model is built by the task, the loss d
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from shardwise.verify.job import Job, Plan, as_asked, batching_of
 from shardwise.verify.recorder import Window, canonical, tied_names
 
 Gradients = dict[str, Tensor]
+SPLIT_MATTERS = 1e-4
+"""A gradient that moves by more, computed in micro-batches instead of at once, does not do so by rounding."""
 MOST_ELEMENTS = 100_000_000
 """Gradients of single micro-batches are kept up to this many numbers in all."""
 
@@ -67,7 +69,11 @@ class Probe:
     """How far the gradient moves when the batch is computed in micro-batches."""
     split_matters_without_batch_norm: float
     clip_said: str = ""
-    notes: list[str] = field(default_factory=list)
+
+    @property
+    def by_batch_norm(self) -> bool:
+        """Splitting the batch changes the gradient, and batch norm is all there is to it."""
+        return self.split_matters > SPLIT_MATTERS >= self.split_matters_without_batch_norm
 
 
 def probe(session: Session, asked: Config, job: Job) -> Probe:
@@ -118,7 +124,7 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
         random_forward=first.randomness(ids),
         split_matters=split,
         split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
-        if has_batch_norm and split > 1e-4
+        if has_batch_norm and split > SPLIT_MATTERS
         else split,
         clip_said=said,
     )

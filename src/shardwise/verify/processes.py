@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -78,12 +78,14 @@ class Outcome:
         return next((error for error in errors if not error.peer_lost), errors[0] if errors else None)
 
 
-def start_server(task_module: str | None) -> None:
-    """Begin to import what every rank needs, in a process of its own."""
+def start_server(rehearsed: tuple[Path, Sequence[str]] | None) -> None:
+    """Begin to import what every rank needs, in a process of its own. `rehearsed`: a config whose model is built there."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardwise.verify.warm"])
     before = dict(os.environ)
-    os.environ.update(_SERVER, SHARDWISE_VERIFY_TASK=task_module or "")
+    os.environ.update(
+        _SERVER, SHARDWISE_VERIFY_REHEARSED=json.dumps([str(rehearsed[0]), *rehearsed[1]] if rehearsed else [])
+    )
     try:
         forkserver.ensure_running()
     finally:

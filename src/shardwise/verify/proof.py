@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, load_config
-from shardwise.config.load import BUILT_IN_TASKS, OWN, load_task_class
+from shardwise.config.load import BUILT_IN_TASKS, load_task_class
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.verify import processes
 from shardwise.verify.job import Job, as_asked, batching_of
@@ -22,8 +22,6 @@ from shardwise.verify.report import Check, Report
 STEPS = 7
 """A ragged step, then two epochs of two full batches and a short one."""
 FEWEST_STEPS = 4
-SPLIT_MATTERS = 1e-4
-"""A gradient that moves by more, computed in micro-batches instead of at once, does not do so by rounding."""
 
 
 def verify(
@@ -68,7 +66,7 @@ class _Proof:
         self.ranks = ranks or (self.config.training.num_gpus if self.config else None) or 2
         if self.config is not None:
             self._check(self.config)
-        start_server(_task_module(self.config))
+        start_server((target, overrides) if self.config and self.config.task in BUILT_IN_TASKS else None)
         self.device, self.device_said = self._device()
         self.at_once = max(4, self.ranks + 1)
 
@@ -127,7 +125,7 @@ class _Proof:
 
     def run(self, folder: Path, against: Path | None) -> Report:
         from shardwise.verify.agreement import check_agreement
-        from shardwise.verify.measure import Tolerance, is_narrow
+        from shardwise.verify.measure import Tolerance, is_narrow, same_at_first
         from shardwise.verify.parity import check_single, run_of
         from shardwise.verify.probe import Probe
 
@@ -143,10 +141,12 @@ class _Proof:
 
         ranks = self._job(f"{self.ranks} ranks", folder, "train", self.ranks, plan=plan, save_at=save_at)
         one = self._job("one process", folder, "train", 1, spread="whole", plan=plan, save_at=save_at)
+        split = replace(one, name="split", folder=folder / "split", spread="split", same_shares=True)
+        # Batch norm must see the same samples together: they change places within a micro-batch only.
+        base = split if probe.by_batch_norm else one
         again = [
-            replace(one, name=f"reordered {n}", folder=folder / f"reordered-{n}", reorder=n, threads=n) for n in (1, 2)
+            replace(base, name=f"reordered {n}", folder=folder / f"reordered-{n}", reorder=n, threads=n) for n in (1, 2)
         ]
-        split = replace(one, name="split", folder=folder / "split", spread="split")
         self.say(f"{self.ranks} ranks, and one process twice: {self.steps} steps each")
         runs = self._run([ranks, one, again[0]])
         for name in ("one process", "reordered 1"):
@@ -170,10 +170,11 @@ class _Proof:
         start = record["initial_weights"]
         others = [run_of(runs[job.name]) for job in again]
         in_parts = run_of(runs["split"])
-        tolerance = Tolerance.measured(single, others, probe.precision, start)
-        if is_narrow(probe.precision):
+        base_run = in_parts if probe.by_batch_norm else single
+        if is_narrow(probe.precision) and not probe.by_batch_norm:
             # In a narrow type every micro-batch rounds its own gradient: one more order of additions, if it is only that.
-            tolerance = Tolerance.measured(single, [*others, in_parts], probe.precision, start)
+            others += [in_parts] if same_at_first(in_parts, single, probe.precision) else []
+        tolerance = Tolerance.measured(base_run, others, probe.precision, start)
         report = Report(self._about(probe, runs[ranks.name], against))
         report.checks += check_single(probe, single, record, tolerance)
         report.checks += self._parity(probe, runs, ranks.name, tolerance, against)
@@ -234,15 +235,10 @@ class _Proof:
                 finding = trouble_of(runs[group])
                 return [Check("parity", group, "FAIL", finding.what, finding)]
         checks = []
-        by_batch_norm = (
-            probe.batch_norm
-            and probe.split_matters > SPLIT_MATTERS
-            and probe.split_matters_without_batch_norm <= SPLIT_MATTERS
-        )
-        reference, called = ("split", "one process") if by_batch_norm else ("one process", "one process")
+        reference, called = ("split", "one process") if probe.by_batch_norm else ("one process", "one process")
         if against is not None:
             reference = called = str(against)
-        elif by_batch_norm:
+        elif probe.by_batch_norm:
             text = (
                 "batch norm sees a rank's own samples: split into micro-batches, the gradient moves by "
                 f"{probe.split_matters:.1e}, and not at all with batch norm frozen. The ranks are compared with one process "
@@ -257,7 +253,7 @@ class _Proof:
             start=runs[reference].record()["initial_weights"],
             reference_record=runs[reference].record(),
             tolerance=tolerance,
-            split=by_batch_norm or against is not None,
+            split=probe.by_batch_norm or against is not None,
             reference_name=called,
         )
         return [*checks, *check_parity(compared)]
@@ -304,7 +300,7 @@ class _Proof:
             runs |= self._run(jobs)
         checks = check_resume(runs[ranks.name], runs[killed.name], runs.get(same.name), save_at, kill_at)
         if other.name in runs and not any(check.verdict == "FAIL" for check in checks) and self.ranks > 1:
-            moved = probe.split_matters > SPLIT_MATTERS
+            moved = probe.by_batch_norm
             checks.append(
                 check_other_ranks(runs[ranks.name], runs[other.name], tolerance, start, save_at, split_matters=moved)
             )
@@ -325,10 +321,3 @@ class _Proof:
             "dropout is off in every run; the first step is not clipped, so that its gradients are seen as they are",
         ]
         return lines + ([probe.clip_said] if probe.clip_said else [])
-
-
-def _task_module(config: Config | None) -> str | None:
-    """Of a task that comes with shardwise: it is imported once, before the ranks are forked."""
-    if config is None or config.task == OWN or config.task not in BUILT_IN_TASKS:
-        return None
-    return BUILT_IN_TASKS[config.task].partition(":")[0]

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.config import Config, load_config
+from shardwise.config import Batching, Config, load_config
 from shardwise.config.hub import use_fetched
 from shardwise.config.load import OWN, make_task
 from shardwise.config.seeds import Purpose
-from shardwise.data import Cursor, GlobalOrder, StepBatch
+from shardwise.data import Cursor, GlobalOrder, StepBatch, loader
 from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.session import Session
@@ -34,6 +34,8 @@ from shardwise.engine.step import StepResult
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.job import Job, config_for
 
+data_loader: Any = loader
+"""Its function `shares` is replaced where one process computes the micro-batches of the ranks."""
 SHARED_ABOVE = 1.0
 """Seconds: data that takes longer to make is made once and copied."""
 WHOLE_ON_EVERY_RANK = 30_000_000
@@ -76,7 +78,8 @@ class Recorder:
         def order(session: Session) -> GlobalOrder:
             whole = before["order"](session)
             plan = recorder.job.plan
-            return Window(whole, plan.window, recorder.job.reorder) if plan else whole
+            reorder = None if recorder.job.same_shares else recorder.job.reorder
+            return Window(whole, plan.window, reorder) if plan else whole
 
         def batches(session: Session) -> Iterator[StepBatch]:
             recorder.before_first_batch(session)
@@ -100,11 +103,24 @@ class Recorder:
                 recorder.finish()
             before["close"](session)
 
+        shares = data_loader.shares
+
+        def ranks_shares(indices: Indices, batching: Batching, rank: int) -> list[Indices]:
+            """The micro-batches of all ranks, one after the other."""
+            assert recorder.job.plan is not None
+            asked = recorder.job.plan.batching
+            parts = [part for each in range(asked.world) for part in shares(indices, asked, each) if len(part)]
+            seed = recorder.job.reorder
+            return parts if seed is None else [np.random.default_rng([seed, *part]).permutation(part) for part in parts]
+
         try:
+            if recorder.job.same_shares:
+                data_loader.shares = ranks_shares
             for name, method in zip(wrapped, (init, prepare, order, batches, step, resume, close), strict=True):
                 setattr(Session, name, method)
             yield
         finally:
+            data_loader.shares = shares
             for name, original in before.items():
                 setattr(Session, name, original)
 
@@ -129,10 +145,12 @@ class Recorder:
         session.world.on_each_machine(task.prepare_data)
         train, valid = task.train_data(), task.valid_data()
         if time.perf_counter() - began > SHARED_ABOVE:
+            kept, task.config = task.config, None  # its class is made at run time; every run has its own anyway
             try:
                 shared.write_bytes(pickle.dumps((task, train, valid)))
             except Exception:  # an open file, for example: every run makes its own then
                 shared.unlink(missing_ok=True)
+            task.config = kept
         task.train_data, task.valid_data = (lambda: train), (lambda: valid)
         return original(session, task)
 
