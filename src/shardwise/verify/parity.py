@@ -79,6 +79,19 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
     if record["tied"] != probe.tied:
         yield _check("tied weights", _untied(probe.tied, record["tied"], "one process"))
         return
+    different = [name for name, digest in record["initial"].items() if probe.initial.get(name, digest) != digest]
+    if different:
+        text = f"before the first step, one process has other weights than the task builds: {_names(different)}"
+        yield _check("one process", Finding(Cause.DIFFERENT_SEEDS, text, different[0], 0, 0))
+        return
+    ids = single.curve.ids[0]
+    if ids != probe.ids:
+        lacking, more = set(probe.ids) - set(ids), len(ids) - len(probe.ids)
+        cause = Cause.DROPPED if lacking else Cause.REPEATED
+        text = f"step 1 is the end of an epoch, {len(probe.ids)} samples; one process trained on {len(ids)}"
+        text += f"; not among them: {_names(sorted(lacking))}" if lacking else f", {more} more than there are left"
+        yield _check("one process", Finding(cause, text, step=1))
+        return
     differences = gradients_apart(single.gradients, probe.gradients)
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
     if bad and probe.random_forward <= 1e-5:

@@ -26,7 +26,7 @@ from shardwise.engine.session import Session
 from shardwise.tasks import Task
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.job import Job, Plan, as_asked, batching_of
-from shardwise.verify.recorder import Window, canonical, tied_names
+from shardwise.verify.recorder import Window, canonical, digests, tied_names
 
 Gradients = dict[str, Tensor]
 SPLIT_MATTERS = 1e-4
@@ -59,6 +59,9 @@ class Probe:
     gradients: Gradients
     """Of the first global batch: the loss of all its samples at once, divided by what they count."""
     shares: list[Share]
+    ids: list[int]
+    """The samples of the first batch, by the order itself."""
+    initial: dict[str, str]
     tied: list[list[str]]
     without_gradient: list[str]
     may_lack_gradients: bool
@@ -80,6 +83,7 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
     config = as_asked(asked, job)
     batching = batching_of(config, job.ranks)
     model = _model(session)
+    initial = digests({canonical(name): each.detach() for name, each in model.named_parameters()})
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     window, start = _window(len(session.train_data), batching, cautious=has_batch_norm)
     order = Window(session.order(), window)
@@ -117,6 +121,8 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
         ]
         if elements * len(pieces) <= MOST_ELEMENTS
         else [],
+        ids=sorted(ids.tolist()),
+        initial=initial,
         tied=tied_names(model),
         without_gradient=[name for name in trainable if name not in gradients],
         may_lack_gradients=config.training.ddp.find_unused_parameters,
