@@ -25,7 +25,7 @@ PLANTED = [
     ("nothing_is_synchronised", RAGGED, "ddp", Cause.ALL_UNSYNCHRONISED),
     ("one_parameter_is_not_synchronised", RAGGED, "ddp", Cause.UNSYNCHRONISED_PARAMETER),
     ("every_rank_seeds_its_own_weights", RAGGED, "ddp", Cause.DIFFERENT_SEEDS),
-    ("buffers_are_not_sent_at_the_start", RAGGED, "ddp", Cause.STALE_BUFFERS),
+    ("buffers_are_not_sent_at_the_start", RAGGED, "fsdp", Cause.STALE_BUFFERS),
     ("running_buffers_are_not_shared", "tests.verify.toys:Normed", "fsdp", Cause.STALE_BUFFERS),
     ("only_rank_zero_updates", RAGGED, "ddp", Cause.SOME_RANKS_UPDATE),
     ("the_norm_is_that_of_a_ranks_own_shards", RAGGED, "fsdp", Cause.CLIP_NORM),

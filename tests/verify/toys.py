@@ -42,13 +42,13 @@ class Detached(Ragged):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        weight = model.norm.weight
-
-        def forward(hidden: Tensor) -> Tensor:
-            return nn.functional.layer_norm(hidden, hidden.shape[-1:], weight.detach(), model.norm.bias)
-
-        model.norm.forward = forward
+        model.norm = _Detaching(self.config.model.width)
         return model
+
+
+class _Detaching(nn.LayerNorm):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.layer_norm(hidden, hidden.shape[-1:], self.weight.detach(), self.bias)
 
 
 class Mean(Ragged):

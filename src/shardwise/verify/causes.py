@@ -15,10 +15,6 @@ class Text:
 class Cause(Enum):
     """The first found is the one to mend first: the others often follow from it."""
 
-    RANK_FAILED = Text(
-        "a rank failed",
-        "the error above; it comes from the program itself",
-    )
     COLLECTIVE_MISMATCH = Text(
         "mismatched collectives: the ranks did not call the same collectives in the same order",
         "code that only some ranks run: `if rank == 0` around something that speaks with the others",
@@ -46,6 +42,10 @@ class Cause(Enum):
     ENGINE_STEP = Text(
         "one process on its own does not compute what plain PyTorch does",
         "the training step itself: how the loss is divided, which parameters the optimizer holds",
+    )
+    RANK_FAILED = Text(
+        "a rank failed",
+        "the error above; it comes from the program itself",
     )
     TIED_WEIGHT_SPLIT = Text(
         "a tied weight was split: two names that were one parameter are two after spreading",

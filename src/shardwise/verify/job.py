@@ -59,6 +59,8 @@ class Job:
     resume: bool = False
     run_folder: Path | None = None
     """Where checkpoints go; default: in `folder`."""
+    watched: bool = False
+    """PyTorch compares the ranks' collectives with each other."""
     shared: Path | None = None
     """Task and data that took long to make, made by the probe."""
     planted: str | None = None
@@ -133,13 +135,16 @@ def environment_for(rank: int, job: Job, port: int, environ: Mapping[str, str]) 
     ours = {key: value for key, value in environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if job.world == 1 and job.spread != "ranks":
         return ours
-    return ours | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job.world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # Collectives that do not match are named, instead of hanging or returning rubbish.
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+    # Collectives that do not match are named, instead of hanging or returning rubbish; it costs time, so once is enough.
+    watched = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR"} if job.watched else {}
+    return (
+        ours
+        | watched
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    )

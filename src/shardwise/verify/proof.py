@@ -139,7 +139,7 @@ class _Proof:
         save_at = rng.randint(1, self.steps - 3)
         kill_at = rng.randint(save_at + 1, self.steps - 1)
 
-        ranks = self._job(f"{self.ranks} ranks", folder, "train", self.ranks, plan=plan, save_at=save_at)
+        ranks = self._job(f"{self.ranks} ranks", folder, "train", self.ranks, plan=plan, save_at=save_at, watched=True)
         one = self._job("one process", folder, "train", 1, spread="whole", plan=plan, save_at=save_at)
         split = replace(one, name="split", folder=folder / "split", spread="split", same_shares=True)
         # Batch norm must see the same samples together: they change places within a micro-batch only.
@@ -153,7 +153,7 @@ class _Proof:
             self._must_run(runs[name])
         fine = runs[ranks.name].fine
 
-        killed = replace(ranks, name="killed ranks", folder=folder / "killed", kill_at=kill_at)
+        killed = replace(ranks, name="killed ranks", folder=folder / "killed", kill_at=kill_at, watched=False)
         coverage = self._job("coverage", folder, "coverage", 1, spread="whole", plan=plan)
         second = [split, again[1]]
         if against is not None:
@@ -282,7 +282,14 @@ class _Proof:
 
         left = killed.folder / "run"
         fewer = self.ranks // 2 if self.ranks >= 4 else 1
-        same = replace(ranks, name="resumed ranks", folder=ranks.folder.parent / "resumed", save_at=None, resume=True)
+        same = replace(
+            ranks,
+            name="resumed ranks",
+            folder=ranks.folder.parent / "resumed",
+            save_at=None,
+            resume=True,
+            watched=False,
+        )
         other = replace(
             same,
             name=f"resumed on {fewer}",

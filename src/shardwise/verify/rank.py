@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.config import load_config
 from shardwise.config.load import load_task_class
@@ -30,6 +31,7 @@ def rank_main(job: Job, rank: int, port: int, environ: dict[str, str], folder: s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.environ.clear()
     os.environ.update(environment_for(rank, job, port, environ))
+    _name_collectives()
     os.chdir(folder)
     _redirect(job.log(rank))
     with job.stack(rank).open("w") as stack, job.progress(rank).open("a") as progress:
@@ -88,6 +90,21 @@ def load_planted(path: str) -> Any:
 
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def _name_collectives() -> None:
+    """Bring TORCH_DISTRIBUTED_DEBUG into force, which PyTorch read when the server imported it.
+
+    DDP's own statistics crash on a group that is watched so (torch 2.13): nobody reads them here.
+    """
+    watching: Any = dist
+    watching.set_debug_level_from_env()
+
+    class Quiet(watching.Logger):
+        def set_construction_data_and_log(self, *args: Any) -> None: ...
+        def set_runtime_stats_and_log(self, *args: Any) -> None: ...
+
+    watching.Logger = Quiet
 
 
 def _redirect(log: Path) -> None:

@@ -82,4 +82,7 @@ def _last_lines(error: RankError) -> str:
 
 
 def _shortened(message: str) -> str:
+    calls = re.findall(r"Rank (\d+) is running collective: .*?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?", message)
+    if len(calls) > 1:
+        return "; ".join(f"rank {rank} calls {op.lower()} of shape [{shape}]" for rank, op, shape in calls[:2])
     return " ".join(message.split())[:600]
