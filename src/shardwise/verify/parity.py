@@ -379,25 +379,24 @@ def _norms(both: Compared) -> Iterator[Check]:
         Cause.CLIP_NORM,
         both.run.curve.norms,
         both.reference.curve.norms,
-        both.tolerance.norms,
+        both.tolerance.norm,
         f", clipped at {both.probe.plan.clip:.3g} in {clipped} of them",
     )
 
 
 def _losses(both: Compared) -> Iterator[Check]:
     yield from _curve(
-        both, "loss", Cause.REPORTED_LOSS, both.run.curve.losses, both.reference.curve.losses, both.tolerance.losses, ""
+        both, "loss", Cause.REPORTED_LOSS, both.run.curve.losses, both.reference.curve.losses, both.tolerance.loss, ""
     )
 
 
 def _curve(
-    both: Compared, name: str, at_first: Cause, ours: list[float], theirs: list[float], limits: list[float], more: str
+    both: Compared, name: str, at_first: Cause, ours: list[float], theirs: list[float], limit: float, more: str
 ) -> Iterator[Check]:
     """At the first step the two have computed on the same weights; what differs only later has drifted."""
-    largest, explained = 0.0, 0.0
+    largest = 0.0
     for step, (mine, expected) in enumerate(zip(ours, theirs, strict=False), start=1):
         gap = apart(mine, expected)
-        limit = limits[min(step, len(limits)) - 1]
         if gap > limit:
             text = (
                 f"step {step}: {name} {mine:.8g}, where {both.reference_name} has {expected:.8g}: {_figure(gap)} apart, "
@@ -405,11 +404,10 @@ def _curve(
             )
             yield _check(name, Finding(at_first if step == 1 else Cause.DRIFT, text, step=step, amount=gap))
             return
-        if gap >= largest:
-            largest, explained = gap, limit
+        largest = max(largest, gap)
     yield _passed(
         name,
-        f"{len(ours)} steps{more}: largest relative difference {_figure(largest)}; rounding explains up to {_figure(explained)}",
+        f"{len(ours)} steps{more}: largest relative difference {_figure(largest)}; rounding explains up to {_figure(limit)}",
     )
 
 

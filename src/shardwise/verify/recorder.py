@@ -33,6 +33,7 @@ from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.job import Job, config_for
+from shardwise.verify.measure import rounding_of
 
 data_loader: Any = loader
 """Its function `shares` is replaced where one process computes the micro-batches of the ranks."""
@@ -53,6 +54,7 @@ class Recorder:
         self.asked: Config | None = None
         """The config as the user wrote it."""
         self.record: dict[str, Any] = {"gradients": {}, "gradient_digests": {}, "snapshots": {}}
+        self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
         self._done = False
 
     @contextmanager
@@ -87,6 +89,8 @@ class Recorder:
 
         def step(session: Session, batch: StepBatch) -> StepResult:
             recorder.tell(phase=f"in step {session.steps_done + 1}", step=session.steps_done + 1)
+            if recorder.job.reorder is not None:
+                recorder.change_last_digits(session)
             with recorder.first_step_unclipped(session):
                 result = before["step"](session, batch)
             recorder.stepped(session, batch, result)
@@ -159,8 +163,6 @@ class Recorder:
         switch_off_in(session.model)
         if self.job.plan is not None:
             session.cursor = Cursor(0, self.job.plan.start)
-        if self.job.reorder is not None:
-            _last_digits(module, self.job.reorder)
         session.parts.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self._before_update(session))
         self.record |= {
             "batching": asdict(session.batching),
@@ -208,7 +210,21 @@ class Recorder:
         finally:
             parts.config = kept
 
+    def change_last_digits(self, session: Session) -> None:
+        """Every weight off by a rounding error in this step: what any other order of additions may do to a result."""
+        eps = rounding_of(session.config.training.precision)
+        generator = torch.Generator().manual_seed(1000 * (self.job.reorder or 0) + session.steps_done)
+        with torch.no_grad():
+            for parameter in session.parts.parameters:
+                self._as_they_were.append((parameter, parameter.detach().clone()))
+                noise = 2 * torch.rand(parameter.shape, generator=generator).to(parameter.device) - 1
+                parameter.mul_(1 + noise * eps)
+
     def _before_update(self, session: Session) -> None:
+        with torch.no_grad():
+            for parameter, value in self._as_they_were:
+                parameter.copy_(value)
+        self._as_they_were.clear()
         if self.job.kill_at == session.steps_done + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if session.steps_done == 0 and not self.record["gradient_digests"]:
@@ -350,13 +366,3 @@ def _running(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All buffers, before the first step: none has changed yet."""
     return module.named_buffers()
-
-
-def _last_digits(module: nn.Module, seed: int) -> None:
-    """Every weight off by a rounding error: what any other order of additions may do to a result."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                noise = torch.rand(parameter.shape, generator=generator).to(parameter.device) - 0.5
-                parameter.mul_(1 + noise * torch.finfo(torch.float32).eps)

@@ -63,20 +63,19 @@ def check_other_ranks(
         )
     ours, theirs = run_of(other), run_of(undisturbed)
     rows = {row["step"]: row for row in other.ranks[0].steps}
-    largest, explained = 0.0, tolerance.floor
+    largest, limit = 0.0, tolerance.loss
     for step in range(save_at + 1, len(theirs.curve.losses) + 1):
         if step not in rows:
             text = f"step {step} was not trained after the resume at step {save_at}"
             return _failed(name, Finding(Cause.OTHER_RANKS, text, step=step))
-        gap, limit = apart(rows[step]["loss"], theirs.curve.losses[step - 1]), tolerance.losses[step - 1]
+        gap = apart(rows[step]["loss"], theirs.curve.losses[step - 1])
         if gap > limit:
             text = (
                 f"step {step}: loss {rows[step]['loss']:.8g}, where {undisturbed.job.world} ranks have "
                 f"{theirs.curve.losses[step - 1]:.8g}; rounding explains a relative difference of {limit:.1e}"
             )
             return _failed(name, Finding(Cause.OTHER_RANKS, text, step=step, amount=gap))
-        if gap >= largest:
-            largest, explained = gap, limit
+        largest = max(largest, gap)
     for key, gap in weights_apart(ours.weights, theirs.weights, start).items():
         if gap > tolerance.weights.get(key, tolerance.floor):
             text = f"after the last step {key} differs by {gap:.1e} of the way it was trained"
@@ -85,7 +84,7 @@ def check_other_ranks(
         "resume",
         name,
         "pass",
-        f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {explained:.1e}",
+        f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {limit:.1e}",
     )
 
 
