@@ -14,7 +14,19 @@ import shardwise
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
-EVERYTHING = {"config", "data", "parallel", "kernels", "tasks", "checkpoint", "watch", "engine", "launch", "bench"}
+EVERYTHING = {
+    "config",
+    "data",
+    "parallel",
+    "kernels",
+    "tasks",
+    "checkpoint",
+    "watch",
+    "engine",
+    "launch",
+    "bench",
+    "verify",
+}
 
 # Besides itself, `config` and `errors`, which every room may import.
 ALLOWED: dict[str, set[str]] = {
@@ -27,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
     "launch": set(),
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
+    "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch"},
     "cli": EVERYTHING,
 }
 

@@ -132,6 +132,12 @@ class Cause(Enum):
         "forgotten schedule: after a resume the learning rate starts over",
         "whether the step that the schedule counts from is in the checkpoint",
     )
+    SUMS_IN_ANOTHER_ORDER = Text(
+        "after a resume the same numbers are added up in another order: all that the checkpoint carries is right, and the "
+        "last digits differ",
+        "what a new process decides for itself at its first step: DDP, on more than two ranks, lays out its buckets anew "
+        "after the first backward pass",
+    )
     RESUME = Text("a resumed run does not do what the undisturbed one did", "what is not in the checkpoint")
     NO_CHECKPOINT = Text(
         "a killed run left nothing to resume from", "whether a checkpoint is whole before it is renamed"

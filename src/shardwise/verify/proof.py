@@ -305,7 +305,7 @@ class _Proof:
                 jobs.append(job)
             self.say(f"new processes go on from step {save_at}: {self.ranks} ranks, and {fewer}")
             runs |= self._run(jobs)
-        checks = check_resume(runs[ranks.name], runs[killed.name], runs.get(same.name), save_at, kill_at)
+        checks = check_resume(runs[ranks.name], runs[killed.name], runs.get(same.name), tolerance, save_at, kill_at)
         if other.name in runs and not any(check.verdict == "FAIL" for check in checks) and self.ranks > 1:
             moved = probe.by_batch_norm
             checks.append(
@@ -316,6 +316,8 @@ class _Proof:
     # ---------------------------------------------------------------- words
 
     def _about(self, probe: Any, outcome: Outcome, against: Path | None) -> list[str]:
+        from shardwise.verify.measure import is_narrow
+
         batching, plan = probe.plan.batching, probe.plan
         strategy = outcome.record()["strategy"] if outcome.fine else (self.strategy or "as configured")
         reference = f"{against} on {self.ranks} rank(s)" if against else "one process"
@@ -327,4 +329,8 @@ class _Proof:
             f"a ragged one of {plan.window - plan.start}, an epoch the last {plan.window} of {probe.samples} samples",
             "dropout is off in every run; the first step is not clipped, so that its gradients are seen as they are",
         ]
+        if is_narrow(probe.precision):
+            lines.append(
+                "in this precision rounding explains much: --set training.precision=32-true sees far smaller errors"
+            )
         return lines + ([probe.clip_said] if probe.clip_said else [])
