@@ -12,6 +12,17 @@ from shardwise.verify.causes import Cause
 Verdict = Literal["pass", "FAIL", "note"]
 
 
+# In the order of Cause these come after everything that brings them about.
+_CONSEQUENCES = {
+    Cause.CLIP_NORM,
+    Cause.REPORTED_LOSS,
+    Cause.SOME_RANKS_UPDATE,
+    Cause.DRIFT,
+    Cause.NOT_DETERMINISTIC,
+    Cause.WEIGHTS_NOT_RESTORED,
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """Why a check failed, as far as the experiments tell."""
@@ -63,10 +74,24 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """The most fundamental first: later ones often follow from it."""
-        found = [check.finding for check in self.failures if check.finding]
+        """The most fundamental first, without those that follow from it."""
+        return [finding for _, finding in self._sorted() if not self._follows(finding)]
+
+    @property
+    def followers(self) -> list[str]:
+        """Checks that fail because of what was found before them."""
+        return [check.name for check, finding in self._sorted() if self._follows(finding)]
+
+    def _sorted(self) -> list[tuple[Check, Finding]]:
         order = list(Cause)
-        return sorted(found, key=lambda finding: order.index(finding.cause))
+        found = [(check, check.finding) for check in self.failures if check.finding]
+        return sorted(found, key=lambda pair: order.index(pair[1].cause))
+
+    def _follows(self, finding: Finding) -> bool:
+        """A wrong gradient makes wrong norms, losses and weights; ranks that differ cannot be brought back by rank 0's."""
+        order = list(Cause)
+        first = min((order.index(f.cause) for _, f in self._sorted()), default=0)
+        return finding.cause in _CONSEQUENCES and first < min(order.index(cause) for cause in _CONSEQUENCES)
 
     @property
     def causes(self) -> list[Cause]:
@@ -88,6 +113,7 @@ class Report:
                 for check in self.checks
             ],
             "causes": [cause.name.lower() for cause in self.causes],
+            "followers": self.followers,
         }
 
     def as_json(self) -> str:
@@ -108,6 +134,11 @@ class Report:
             lines += [f"{indent}{line}" for line in detail[1:]]
         for cause in self.causes:
             lines += ["", *self._paragraph(cause)]
+        if self.followers:
+            lines += [
+                "",
+                *textwrap.wrap(f"What follows from it, probably: {', '.join(dict.fromkeys(self.followers))}.", 120),
+            ]
         failed, notes = len(self.failures), sum(check.verdict == "note" for check in self.checks)
         passed = len(self.checks) - failed - notes
         counts = f"{passed} passed, {failed} failed, {notes} noted in {self.seconds:.0f} s"

@@ -61,9 +61,7 @@ def _where(rank: RankOutcome) -> str:
 def _stack(rank: RankOutcome) -> str:
     """The innermost places in the code, without PyTorch's own."""
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', rank.stack)
-    own = [
-        (file, line, function) for file, line, function in frames if "/torch/" not in file and "/verify/" not in file
-    ]
+    own = [(file, line, function) for file, line, function in frames if not _is_library(file)]
     if not own:
         return ""
     return (
@@ -76,13 +74,22 @@ def _stack(rank: RankOutcome) -> str:
 def _last_lines(error: RankError) -> str:
     """What was raised, and the last place of it that is not PyTorch's."""
     places = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', error.trace)
-    own = [place for place in places if "/torch/" not in place[0] and "/verify/" not in place[0]]
+    own = [place for place in places if not _is_library(place[0])]
     where = f" ({own[-1][0].rsplit('/', 1)[-1]}:{own[-1][1]} in {own[-1][2]})" if own else ""
     return f"{_shortened(error.message)}{where}"
 
 
+def _is_library(file: str) -> bool:
+    return any(part in file for part in ("/torch/", "/multiprocessing/", "shardwise/verify/"))
+
+
 def _shortened(message: str) -> str:
-    calls = re.findall(r"Rank (\d+) is running collective: .*?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\])?", message)
+    calls = re.findall(
+        r"Rank (\d+) is running collective: .*?OpType=(\w+)(?:, TensorShape=\[([\d, ]*)\], TensorDtypes=(\w+))?",
+        message,
+    )
     if len(calls) > 1:
-        return "; ".join(f"rank {rank} calls {op.lower()} of shape [{shape}]" for rank, op, shape in calls[:2])
+        return "; ".join(
+            f"rank {r} calls {op.lower()} of shape [{shape}], type {kind}" for r, op, shape, kind in calls[:2]
+        )
     return " ".join(message.split())[:600]
