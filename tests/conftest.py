@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import FreshRanks, RankPool
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -28,6 +28,12 @@ def ranks(_pool: RankPool, tmp_path: Path) -> RankPool:
     return _pool
 
 
+@pytest.fixture(scope="session")
+def fresh_ranks() -> FreshRanks:
+    """Ranks that begin anew for every job."""
+    return FreshRanks()
+
+
 @pytest.fixture(autouse=True)
 def no_process_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test ends with the processes it began with, those of the pool aside."""
@@ -42,11 +48,16 @@ def no_process_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def a_clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    clean_environment(monkeypatch)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+
+
+def clean_environment(patch: pytest.MonkeyPatch) -> None:
+    """Whoever runs the tests may be a rank of something else."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        patch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
-        monkeypatch.delenv(name)
+        patch.delenv(name)
 
 
 @pytest.fixture
@@ -57,10 +68,10 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _helper(process: psutil.Process) -> bool:
-    """multiprocessing's own tracker, and the server that verify forks its ranks from: one per session, and no ranks."""
+    """multiprocessing's own tracker and the process that ranks are forked from, one per session, are no ranks."""
     try:
         command = " ".join(process.cmdline())
-        return "resource_tracker" in command or ("forkserver" in command and not process.children())
+        return "resource_tracker" in command or ("forkserver" in command and process.ppid() == os.getpid())
     except psutil.NoSuchProcess:
         return True
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwise.config import Block, Config, DataBlock, parse_config
 from shardwise.errors import DataError
@@ -67,17 +68,16 @@ class Ragged(Task):
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return list(model.layers)  # type: ignore[arg-type]
 
+    def tensor_plan(self, model: nn.Module, ranks: int, sequence_parallel: bool) -> dict[str, Any]:
+        return {"layers.*.inner.1": ColwiseParallel(), "layers.*.inner.3": RowwiseParallel()}
+
 
 class Toy(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int, tied: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.1)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
-            for _ in range(layers)
-        )
-        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(ToyBlock(width, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         # Not in the state dict, as rotary frequencies are: it has to reach the other ranks all the same.
@@ -89,8 +89,20 @@ class Toy(nn.Module):
         hidden = self.embedding(ids)
         hidden = hidden * self.slope.to(hidden.dtype)
         for layer in self.layers:
-            hidden = hidden + self.dropout(layer(hidden.cumsum(1) / 8))
+            hidden = layer(hidden)
         return self.head(self.norm(hidden))
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.dropout(self.inner(hidden.cumsum(1) / 8))
 
 
 class Deadly(Ragged):

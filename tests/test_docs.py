@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import tomllib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,17 +19,20 @@ from shardwise.config import Config
 from shardwise.config.load import BUILT_IN_BLOCKS
 from shardwise.config.reference import reference_of
 from tests.cli.program import BIN, run_program
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, clean_environment
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w+)(?: title=(\S+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# The commands of the docs, made small enough to run in a test; nothing else about them is changed.
+# The commands of the docs, made small enough to run in a test; nothing else about them is changed. Nearly all of the time
+# that they take is spent on importing torch, once per process: one rank, and no loader processes, unless they are the point.
 SMALL = {
-    "chess": "--set data.num_games=60 --set data.max_plies=8 --set training.max_steps=2 --set model.hidden_dim=16",
-    "cells": "--set data.num_cells=200 --set training.max_steps=2 --set model.hidden_dim=16",
-    "segmentation": "--set data.num_subjects=6 --set data.size=[16,16,16] --set training.max_steps=2",
-    "images": "--set data.num_images=100 --set training.max_steps=2",
+    "chess": "data.num_games=40 data.max_plies=8 model.hidden_dim=16",
+    "cells": "data.num_cells=200 model.hidden_dim=16",
+    "segmentation": "data.num_subjects=4 data.volume_size=[16,16,16] data.size=[16,16,16] data.num_workers=0",
+    "images": "data.num_images=100 data.num_workers=0 training.batch_size=8",
 }
+ON_ITS_OWN_RANKS = "shardwise train configs/chess-tiny.yaml"
+"""The command of which the page says how many ranks it starts."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,38 @@ def fences(page: Path) -> list[Fence]:
     return [Fence(*groups) for groups in FENCE.findall(page.read_text())]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_on_the_page_runs(page: Path, tmp_path: Path) -> None:
+def test_every_command_on_the_page_runs(page: Path, pages_run: dict[Path, Future[None]]) -> None:
+    pages_run[page].result()
+
+
+@pytest.fixture(scope="module")
+def pages_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Future[None]]:
+    """What came of each page that is asked for. They ran side by side, those with most commands first."""
+    asked = [item for item in request.session.items if "pages_run" in getattr(item, "fixturenames", ())]
+    pages: list[Path] = [item.callspec.params["page"] for item in asked]  # type: ignore[attr-defined]
+    pages.sort(key=lambda page: len(commands_on(page)), reverse=True)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as pool:
+        clean_environment(patch)
+        patch.setenv("OMP_NUM_THREADS", "1")  # with more, pages side by side wait for each other
+        patch.setenv("PET_STANDALONE", "1")  # each torchrun finds a port of its own
+        return {page: pool.submit(run_page, page, tmp_path_factory.mktemp(page.stem)) for page in pages}
+
+
+def run_page(page: Path, folder: Path) -> None:
     for name in ("configs", "Makefile", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).symlink_to(REPOSITORY / name)
+        (folder / name).symlink_to(REPOSITORY / name)
     for fence in fences(page):
         if fence.title:
-            (tmp_path / fence.title).write_text(fence.content)
-        if fence.language != "bash":
-            continue
-        for command in fence.content.strip().splitlines():
-            done = run_program(small(command), tmp_path)
-            assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout}\n{done.stderr}"
+            (folder / fence.title).write_text(fence.content)
+    for command in commands_on(page):
+        done = run_program(small(command), folder, SHARDWISE_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout}\n{done.stderr}"
+
+
+def commands_on(page: Path) -> list[str]:
+    return [line for fence in fences(page) if fence.language == "bash" for line in fence.content.strip().splitlines()]
 
 
 def small(command: str) -> list[str]:
@@ -60,8 +85,13 @@ def small(command: str) -> list[str]:
     if words[0] == "make":
         return ["make", "-n", *words[1:]]
     config = next((word for word in words if word.startswith("configs/")), None)
-    if config and words[1] != "config":
-        words += shlex.split(SMALL[Path(config).stem.partition("-")[0]])
+    changes = SMALL[Path(config).stem.partition("-")[0]].split() if config else []
+    if "train" in words:
+        # A run that is resumed goes on: it has one more step to do.
+        changes.append(f"training.max_steps={2 if '--resume' in words else 1}")
+        if words[0] != "torchrun" and "num_gpus" not in command and command != ON_ITS_OWN_RANKS:
+            changes.append("training.num_gpus=1")
+    words += [word for change in changes for word in ("--set", change)]
     return [str(BIN / words[0]) if (BIN / words[0]).exists() else words[0], *words[1:]]
 
 
@@ -133,12 +163,6 @@ def test_every_extra_that_an_error_may_name_exists() -> None:
 
 def test_commands_on_the_pages_are_found_by_the_test() -> None:
     """A page whose commands are no longer recognised would pass for free."""
-    commands = [
-        line
-        for page in PAGES
-        for fence in fences(page)
-        if fence.language == "bash"
-        for line in fence.content.split("\n")
-    ]
+    commands = [command for page in PAGES for command in commands_on(page)]
     assert len([command for command in commands if "shardwise" in command]) >= 10
     assert shutil.which("make")

@@ -24,6 +24,7 @@ EVERYTHING = {
     "watch",
     "engine",
     "launch",
+    "plan",
     "bench",
     "verify",
 }
@@ -38,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "watch": set(),
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
     "launch": set(),
+    "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
     "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch"},
     "cli": EVERYTHING,

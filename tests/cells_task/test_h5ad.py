@@ -6,9 +6,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import anndata
 import h5py
 import numpy as np
 import pytest
+from scipy import sparse
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells import CellsTask
@@ -132,6 +134,8 @@ def broken(tmp_path: Path, kind: str) -> Path:
         counts[17, 2] = np.nan
     elif kind == "negative":
         counts[17, 2] = -1
+    elif kind.startswith("gene twice"):
+        counts[17] = 1
     elif kind == "nan, dense":
         counts[17, 2] = np.nan
         return write_cells(path, counts, dense=True)
@@ -157,6 +161,9 @@ def broken(tmp_path: Path, kind: str) -> Path:
             file["X/indptr"] = np.array([0])
         elif kind == "columns":
             file["X/indices"][3] = -1
+        elif kind in ("gene twice", "gene twice, unsorted"):
+            begin = file["X/indptr"][17]
+            file["X/indices"][begin : begin + 5] = [0, 1, 1, 3, 4] if kind == "gene twice" else [4, 1, 0, 3, 1]
         elif kind in ("short indptr", "short indices"):
             part = kind.removeprefix("short ")
             values = file[f"X/{part}"][:-1]
@@ -192,6 +199,8 @@ MESSAGES = {
     "pointers": "its row pointers lead outside the file",
     "empty": "has no cells",
     "columns": "name columns that X does not have: the file is damaged. Copy it again",
+    "gene twice": "cell 17 has two values of the gene 'gene1' in X. Add such values up: adata.X.sum_duplicates(); adata.",
+    "gene twice, unsorted": "cell 17 has two values of the gene 'gene1' in X",
     "short indptr": "the parts of X do not fit together: the file is damaged",
     "short indices": "the parts of X do not fit together: the file is damaged",
     "text values": "X holds |S5, not numbers that could be counts",
@@ -210,6 +219,44 @@ def test_a_file_that_cannot_be_trained_on_is_named_with_the_reason(tmp_path: Pat
         task.prepare_data()
     assert str(path) in str(failure.value)
     assert MESSAGES[kind] in str(failure.value)
+
+
+def test_genes_in_any_order_are_read_and_only_those_that_stand_twice_are_refused(tmp_path: Path) -> None:
+    """The last gene of one cell may be the first of the next, and cells may be empty."""
+    counts = np.array([[0, 0, 0, 4], [0, 1, 2, 3], [0, 0, 0, 0], [0, 5, 0, 6], [7, 0, 0, 0], [0, 0, 0, 0]])
+    path = write_cells(tmp_path / "a.h5ad", counts)
+    with h5py.File(path, "r+") as file:
+        file["X/indices"][1:4] = file["X/indices"][1:4][::-1]
+        file["X/data"][1:4] = file["X/data"][1:4][::-1]
+    assert (dense(corpus_of(path).training, 4) == counts).all()
+
+
+@pytest.mark.parametrize("layer", [None, "spliced"])
+def test_values_that_are_added_up_as_the_message_says_can_be_trained_on(tmp_path: Path, layer: str | None) -> None:
+    path, adata = tmp_path / "a.h5ad", anndata.AnnData(sparse.csr_matrix((4, 3), dtype=np.float32))
+    matrix = sparse.csr_matrix(
+        (np.ones(5, np.float32), np.array([0, 2, 1, 2, 1]), np.array([0, 2, 5, 5, 5])), shape=(4, 3)
+    )
+    data = {}
+    if layer is None:
+        adata.X = matrix
+    else:
+        adata.layers[layer] = matrix
+        data = {"layer": layer}
+    adata.obs_names, adata.var_names = ([f"{kind}{i}" for i in range(size)] for kind, size in (("c", 4), ("g", 3)))
+    adata.obs.index, adata.var.index = adata.obs.index.astype(object), adata.var.index.astype(object)
+    adata.write_h5ad(path)
+    with pytest.raises(DataError, match=r"a.h5ad: cell 1 has two values of the gene 'g1'") as failure:
+        corpus_of(path, **data)
+    advice = str(failure.value).partition("Add such values up: ")[2].partition(";")[0]
+    exec(advice, {"adata": adata})
+    adata.write_h5ad(tmp_path / "mended.h5ad")
+    assert dense(corpus_of(tmp_path / "mended.h5ad", **data).training, 3).tolist() == [
+        [1, 0, 1],
+        [0, 2, 1],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]
 
 
 def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:

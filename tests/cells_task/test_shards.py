@@ -10,11 +10,12 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.data.manifest import problems_of, read_manifest
-from shardwise.errors import DataError
+from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells import CellsTask, sharding
 from shardwise.tasks.cells.corpus import open_corpus
 from shardwise.tasks.cells.sharding import shard_cells
 from shardwise.tasks.cells.shards import open_shards
+from shardwise.watch.run_folder import dump_config
 from tests.cells_task.files import random_counts, write_cells
 from tests.cells_task.test_h5ad import config_for, dense
 from tests.tasks import config_of
@@ -91,6 +92,61 @@ def _tokens(data: Any) -> dict[int, Any]:
             batch["cells"].tolist(), batch["genes"].tolist(), batch["targets"].tolist(), strict=True
         )
     }
+
+
+def from_copy(folder: Path, *overrides: str) -> Any:
+    return config_of(f"task: cells\ndata: {{source: shards, paths: [{folder}]}}", list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("wish", "made"),
+    [
+        ("layer=spliced", "layer: null"),
+        ("gene_vocab=genes.txt", "gene_vocab: null"),
+        ("gene_key=symbol", "gene_key: null"),
+        ("label_key=tissue", "label_key: null"),
+        ("valid_fraction=0.05", "valid_fraction: 0.1"),
+        ("max_valid_cells=50", "max_valid_cells: 10000"),
+    ],
+)
+def test_a_key_that_the_copy_has_fixed_is_refused_where_it_says_otherwise(
+    source: Any, tmp_path: Path, wish: str, made: str
+) -> None:
+    copied(source, tmp_path / "copy")
+    key = wish.partition("=")[0]
+    with pytest.raises(ConfigError) as refused:
+        CellsTask(from_copy(tmp_path / "copy", f"data.{wish}")).prepare_data()
+    message = str(refused.value)
+    assert f"the sharded copy {tmp_path / 'copy'} was made with {made}, and has that fixed, but" in message
+    assert f"Leave {key} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to" in message
+
+
+def test_the_config_that_a_copy_was_made_from_trains_from_it(source: Any, tmp_path: Path) -> None:
+    copied(source, tmp_path / "copy")
+    assert "valid_fraction" in source.data.model_fields_set
+    CellsTask(from_copy(tmp_path / "copy", "data.valid_fraction=0.1", "data.label_key=null")).prepare_data()
+
+
+def test_the_config_that_a_run_writes_down_can_be_used_again(source: Any, tmp_path: Path) -> None:
+    """It has every default written out: those that the copy does not have must not read as wishes."""
+    copied(source, tmp_path / "copy")
+    written = dump_config(from_copy(tmp_path / "copy", "data.max_valid_cells=10000"))
+    again = config_of(written)
+    assert "valid_fraction" not in written and "max_valid_cells: 10000" in written and "target_sum: 10000.0" in written
+    assert len(CellsTask(again).valid_data()) == 100
+    assert dump_config(again) == written
+    assert "valid_fraction: 0.1" in dump_config(source)
+
+
+def test_another_seed_than_that_of_the_copy_is_said(
+    source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied(source, tmp_path / "copy")
+    with caplog.at_level("INFO", "shardwise"):
+        CellsTask(from_copy(tmp_path / "copy")).prepare_data()
+        assert "was made with seed" not in caplog.text
+        CellsTask(from_copy(tmp_path / "copy", "seed=3")).prepare_data()
+    assert "copy was made with seed 0, which chose the cells held out; all else follows 3" in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["_scatter", "write_shard", "write_manifest"])

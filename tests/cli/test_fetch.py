@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.config import load_config
 from shardwise.config.hub import HubName, hub_names, use_fetched
 from shardwise.errors import ConfigError
@@ -143,12 +145,59 @@ def test_a_name_that_the_hub_does_not_know_is_said_and_leaves_nothing(hub: Hub, 
     assert not list((tmp_path / "fetched" / "models").rglob("*other*"))
 
 
+@pytest.mark.parametrize("what", ["data={}", "model={}"])
+def test_without_a_hub_this_is_said_at_once(tmp_path: Path, what: str) -> None:
+    """The library would try five times more, half a minute long."""
+    (tmp_path / "chess.yaml").write_text(CONFIG)
+    with socket.socket() as taken:  # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        done = run_program([SHARDWISE, "fetch", "chess.yaml", "--set", what], tmp_path, HF_ENDPOINT=nobody)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert "could not be fetched from the hub: " in lines[0] and "Connection refused" in lines[0]
+    assert lines[1].startswith("  Is the name right, is there internet") and len(lines) == 2, done.stderr
+
+
+def test_a_folder_without_files_does_not_count_as_fetched(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "chess.yaml").write_text(CONFIG)
+    place = tmp_path / "fetched" / "datasets" / "someone" / "games"
+    (place / "data").mkdir(parents=True)
+    offline = run_program([SHARDWISE, "train", "chess.yaml", "--set", "offline=true"], tmp_path)
+    assert offline.returncode == 2
+    assert "someone/games is not in fetched (fetched/datasets/someone/games is empty)" in offline.stderr
+    done = run_program([SHARDWISE, "fetch", "chess.yaml", "--set", "model={}"], tmp_path, HF_ENDPOINT=hub.address)
+    assert done.returncode == 0, done.stderr
+    assert (place / "train.jsonl").is_file()
+
+
+@pytest.mark.parametrize("name", ["/data/modles/llama", "./llama", "../llama", "~/llama", "models/meta/llama"])
+@pytest.mark.parametrize("command", [["fetch"], ["config", "show"]])
+def test_a_path_that_leads_nowhere_is_not_taken_for_a_name_on_the_hub(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    command: list[str],
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
+    config = tmp_path / "chess.yaml"
+    config.write_text(f"task: chess\noffline: true\nmodel: {{name: {name}}}\n")
+    assert main([*command, str(config)]) == 2
+    message = capsys.readouterr().err
+    assert (
+        f"model.name: there is no folder {name} (looked for from {Path.cwd()}), and it is no name on the hub" in message
+    )
+    assert "shardwise fetch" not in message
+
+
 def test_offline_without_fetching_says_what_to_run(tmp_path: Path) -> None:
     (tmp_path / "chess.yaml").write_text(f"offline: true\n{CONFIG}")
     done = run_program([SHARDWISE, "train", "chess.yaml"], tmp_path)
     assert done.returncode == 2
     assert "offline: true, but data.dataset: someone/games is not in fetched" in done.stderr
-    assert "shardwise fetch CONFIG" in done.stderr
+    assert "and there is no folder of that name. Where there is internet, run:  shardwise fetch CONFIG" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -170,6 +219,7 @@ def test_names_are_told_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
         use_fetched(config)
     place = tmp_path / "fetched" / "datasets" / "a" / "b"
     place.mkdir(parents=True)
+    (place / "data.jsonl").write_text("")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
     assert use_fetched(config).data.dataset == "fetched/datasets/a/b"  # type: ignore[attr-defined]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import multiprocessing.connection
 import os
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -54,6 +56,53 @@ class RankPool:
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+
+
+class FreshRanks:
+    """New processes for every job, forked from one that has imported everything. For what leaves its traces in a process:
+    torch 2.13 keeps device meshes, and hangs on those of an earlier process group; and for ranks that may fail alone."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.distributed.work", "transformers"])
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        port = _free_port()
+        workers = []
+        for rank in range(size):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,))
+            process.start()
+            theirs.close()
+            ours.send((function, args, rank, size, port))
+            workers.append((process, ours))
+        try:
+            return self._results(workers, timeout)
+        finally:
+            for process, pipe in workers:
+                pipe.close()
+                process.join(timeout=10)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+    def _results(self, workers: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
+        """In the order of ranks. The first error ends them all: the others may wait for that rank for ever."""
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        end = time.monotonic() + timeout
+        while waiting:
+            ready = mp.connection.wait(list(waiting), timeout=end - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                good, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                if not good:
+                    for process, _ in workers:
+                        process.kill()
+                    raise RankFailure(f"rank {rank}: {results[rank]}")
+        return [results[rank] for rank in range(len(workers))]
 
 
 class RankFailure(AssertionError):

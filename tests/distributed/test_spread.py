@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel.spread import materialize, sharding_units
+from shardwise.parallel.shard import sharding_units
+from shardwise.parallel.weights import materialize
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.tasks import Ragged, Toy, config_of
@@ -91,7 +92,7 @@ def test_units_honour_min_num_params_and_leave_shared_weights_outside() -> None:
     size = sum(parameter.numel() for parameter in blocks[0].parameters())
     assert sharding_units(model, blocks, size) == blocks
     assert sharding_units(model, blocks, size + 1) == []
-    blocks[1][1].weight = blocks[0][1].weight  # a weight that two blocks share can be a unit of neither
+    blocks[1].inner[1].weight = blocks[0].inner[1].weight  # a weight that two blocks share can be a unit of neither
     assert sharding_units(model, blocks, 0) == blocks[2:]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.pictures import Pictures
 from shardwise.tasks.images.sources import load_images
 from shardwise.tasks.images.synthetic import Shapes
-from tests.images_task.made import write_images
+from tests.images_task.made import RESNET, task_of, write_images
 from tests.images_task.test_sources import own_hub_cache  # noqa: F401
 
 
@@ -40,6 +41,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_images_that_can_be_read_pass(root: Path) -> None:
     check_images(pictures_in(root))
+    (record,) = (cache_folder() / "images").iterdir()
+    assert len(np.load(record)) == 6, "each was found good"
 
 
 def _cut(file: Path) -> None:
@@ -87,6 +90,19 @@ def test_a_truncated_file_is_found_in_every_format(tmp_path: Path, ending: str) 
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(DataError, match="1 of 3 images cannot be used"):
         check_images(pictures_in(root))
+
+
+@pytest.mark.parametrize("held_out", ["a folder", "a share"])
+def test_bad_files_to_train_on_and_held_out_are_named_together(root: Path, held_out: str) -> None:
+    if held_out == "a share":
+        shutil.rmtree(root / "valid")
+    images = load_images(ImagesData(source="folder", root=str(root)), 0, 32)
+    bad = [images.train.name(0), images.valid.name(0)]
+    for name in bad:
+        Path(name).write_bytes(b"nothing")
+    with pytest.raises(DataError, match=rf"^2 of {7 if held_out == 'a folder' else 6} images cannot") as caught:
+        task_of(RESNET, "data={}", "data.source=folder", f"data.root={root}").prepare_data()
+    assert [line.split()[0] for line in str(caught.value).splitlines()[1:]] == bad
 
 
 def test_many_bad_files_are_counted_and_the_first_are_named(root: Path) -> None:

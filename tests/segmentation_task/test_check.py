@@ -34,8 +34,14 @@ def complaint(root: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_right_files_are_let_through(root: Path) -> None:
-    folder_task(root).prepare_data()
+def test_right_files_are_let_through(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    task = folder_task(root)
+    with caplog.at_level(logging.INFO, "shardwise"):
+        task.prepare_data()
+    assert caplog.records == [], "nothing to complain about"
+    grid = check.Grid((16, 16, 16), 1, np.eye(4).tolist())
+    found = check.check_subjects(task.subjects.all, classes=2, channels=None)
+    assert found == [check.Facts(grid, grid, finite=True, values=[0.0, 1.0])] * 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "flipped"])

@@ -17,6 +17,7 @@ from shardwise.data.cache import cache_folder
 from shardwise.errors import MissingExtra
 from shardwise.tasks.base import Loss, Rows
 from shardwise.tasks.segmentation import SegmentationTask
+from shardwise.tasks.segmentation.overlays import telling_slice
 from tests.segmentation_task.files import (
     folder_task,
     msd_task,
@@ -119,6 +120,21 @@ def test_the_slice_with_most_foreground_is_shown(tmp_path: Path) -> None:
     rows = rows_of(task.evaluate(Knowing(2), valid_batch(task)))
     assert rows.columns["place"].tolist() == [[16, 16, 11, 16]]
     assert torch.equal(rows.columns["truth"][0], label[:, :, 11])
+
+
+def test_a_slice_with_more_classes_goes_before_one_with_more_foreground() -> None:
+    mask = torch.zeros(8, 8, 6, dtype=torch.uint8)
+    mask[:, :, 1] = 1  # all of one class
+    mask[:2, :2, 3], mask[4:6, :2, 3] = 1, 3
+    mask[:2, :2, 4], mask[4:6, :3, 4] = 1, 3  # the same classes, more of them
+    mask[0, 0, 5] = 2
+    assert telling_slice(mask) == 4
+    mask[7, 7, 5], mask[7, 6, 5] = 1, 3
+    assert telling_slice(mask) == 5, "three classes, however small"
+
+
+def test_without_any_foreground_the_middle_is_shown() -> None:
+    assert telling_slice(torch.zeros(4, 4, 7, dtype=torch.uint8)) == 3
 
 
 def test_only_the_first_subjects_are_shown(tmp_path: Path) -> None:

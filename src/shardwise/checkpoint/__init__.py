@@ -3,7 +3,7 @@
 Knows the world of ranks and the data cursor; nothing of the loop.
 """
 
-from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, save_from
+from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_own, save_from
 from shardwise.checkpoint.store import CheckpointStore, Found
 
-__all__ = ["CheckpointStore", "Found", "Progress", "go_on_from", "load_into", "load_model", "save_from"]
+__all__ = ["CheckpointStore", "Found", "Progress", "go_on_from", "load_into", "load_model", "load_own", "save_from"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.state import load_model
-from shardwise.parallel.spread import build_shape, materialize
+from shardwise.parallel.weights import build_shape, materialize
 from shardwise.tasks import Task
 
 

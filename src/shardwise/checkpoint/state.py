@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.data import Cursor
@@ -54,23 +57,31 @@ class Progress:
 
 
 def save_from(
-    model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress, store: CheckpointStore, world: World
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    store: CheckpointStore,
+    world: World,
+    own: dict[str, torch.Tensor] | None = None,
 ) -> Path:
-    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place."""
+    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place.
+
+    `own`: tensors of this rank alone, which only the same rank of as many can use again.
+    """
     aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
-    weights, moments = get_state_dict(model, optimizer)
     try:
         with _quiet():
-            save({"model": weights, "optimizer": moments}, checkpoint_id=aside, no_dist=not world.connected)
+            state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
+            save(state, checkpoint_id=aside, no_dist=not world.connected)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {aside}: {error}"
         ) from error
-    own = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
+    written = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
     if world.is_first:
-        own[".metadata"] = entry_of(aside / ".metadata")
+        written[".metadata"] = entry_of(aside / ".metadata")
     files: dict[str, FileEntry] = {}
-    for part in world.gather(own):
+    for part in world.gather(written):
         files.update(part)
     fields = json.loads(json.dumps(asdict(progress)))
     return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, files, fields))
@@ -83,10 +94,7 @@ def load_into(
     path = _choose(which, store, world)
     if path is None:
         return None
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = _tensors(model, optimizer)
     try:
         with _quiet():
             load(state, checkpoint_id=path, no_dist=not world.connected)
@@ -95,10 +103,47 @@ def load_into(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
             "config? `--fresh` starts anew and keeps the old run beside"
         ) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, values in zip(optimizer.param_groups, settings, strict=True):
-        group.update(values)
+    mine = local_part(optimizer)
+    # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
+    groups = get_optimizer_state_dict(model, mine)["param_groups"]
+    set_state_dict(
+        model,
+        mine,
+        model_state_dict=state["model"],
+        optim_state_dict={"state": state["optimizer"], "param_groups": groups},
+    )
     return path, Progress.read(path)
+
+
+def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
+    """The tensors of this rank alone, if the checkpoint was made by as many ranks and has some."""
+    prefix = f"{_own(world)}."
+    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in known.items()
+        if name.startswith(prefix) and isinstance(about, TensorStorageMetadata)
+    }
+    if not all(world.gather(bool(state))):
+        return None
+    with _quiet():
+        load(state, checkpoint_id=path, no_dist=not world.connected)
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def _own(world: World) -> str:
+    return f"rank {world.rank} of {world.size}"
+
+
+def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of the parameters that this rank updates: under zero1 some of them, else all."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Weights and moments by name. A rank may have only some of them: those of its stage, or those it updates."""
+    weights, moments = get_state_dict(model, local_part(optimizer))
+    return {"model": weights, "optimizer": moments["state"]}
 
 
 def go_on_from(step: int, store: CheckpointStore, world: World) -> None:

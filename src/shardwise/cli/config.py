@@ -1,4 +1,4 @@
-"""`shardwise config show FILE`, `shardwise config keys` and `shardwise config schema`."""
+"""`shardwise config show FILE`, `advise FILE`, `keys` and `schema`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="check a file and print it with every default, and what follows from it")
     show.add_argument("config", help="the YAML file")
     show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    advise = actions.add_parser("advise", help="which strategy suits this model and these devices, and why")
+    advise.add_argument("config", help="the YAML file")
+    advise.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    advise.add_argument(
+        "--gpus", type=int, help="devices in total; default: num_gpus of the file, or those of this machine"
+    )
+    advise.add_argument("--nodes", type=int, help="machines; default: num_nodes of the file")
+    advise.add_argument(
+        "--memory", type=float, metavar="GIB", help="memory of one device; default: that of this machine's"
+    )
+    advise.add_argument(
+        "--slow-network", action="store_true", help="between the machines: ethernet rather than InfiniBand"
+    )
     keys = actions.add_parser("keys", help="print every key with its default and meaning")
     keys.add_argument("--task", help="only the keys of this task; default: of all that come with shardwise")
     schema = actions.add_parser("schema", help="print the JSON Schema, for editors")
@@ -23,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         return _schema(args.task)
     if args.action == "keys":
         return _keys(args.task)
-    return _show(args)
+    return _advise(args) if args.action == "advise" else _show(args)
 
 
 def _schema(task: str) -> int:
@@ -54,14 +67,14 @@ def _show(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
-    batching = resolve_batching(training, world)
+    batching = resolve_batching(training, config.copies_on(world))
     lr = resolve_learning_rate(training, batching.global_batch)
     print(dump_config(config), end="")
     print("\n# what follows from it")
     print(f"# devices              {world}, strategy {config.strategy_on(world)}")
     print(
         f"# effective batch size {batching.global_batch} = {batching.batch_size} per device × {batching.accumulation} "
-        f"accumulation × {world} devices"
+        f"accumulation × {batching.world} {'devices' if batching.world == world else 'copies of the model'}"
     )
     scaled = f" = {training.optimizer.lr:g} × {batching.global_batch} / {training.base_batch_size}"
     print(f"# learning rate        {lr:g}{scaled if training.lr_scaling == 'linear' else ''} at its peak")
@@ -74,3 +87,51 @@ def _show(args: argparse.Namespace) -> int:
         print(f"# steps per epoch      {steps} for {samples} training samples; {total} steps in all")
     print(f"# run folder           {config.run_folder}")
     return 0
+
+
+def _advise(args: argparse.Namespace) -> int:
+    import torch
+
+    from shardwise.config import load_config
+    from shardwise.config.load import OWN, make_task
+    from shardwise.errors import ConfigError
+    from shardwise.parallel.weights import build_shape
+    from shardwise.plan import Machines, ModelSizes, advise
+    from shardwise.plan.advise import gib
+
+    config = load_config(args.config, args.set)
+    if config.task == OWN:
+        raise ConfigError("config advise looks at a task's model; with task: own the model is made by your script")
+    devices = args.gpus or config.training.num_gpus or max(1, torch.cuda.device_count())
+    nodes = args.nodes or config.training.num_nodes
+    if devices % nodes:
+        raise ConfigError(f"{devices} devices cannot be spread evenly over {nodes} machines")
+    task = make_task(config)
+    task.prepare_data()
+    shape = build_shape(task.build_model)
+    sizes = ModelSizes.of(shape, task.blocks(shape))
+    memory = args.memory * 2**30 if args.memory else _device_memory()
+    found = advise(sizes, config.training, Machines(devices, nodes, memory, args.slow_network))
+    print(
+        f"{config.name}: {sizes.parameters:,} parameters, {devices} device(s) of {gib(memory)} on {nodes} machine(s)\n"
+    )
+    print(
+        f"  {'per device, predicted':<24} {'weights':>10} {'gradients':>10} {'optimizer':>10} {'gathered':>10} {'in all':>10}"
+    )
+    for name, state in found.table.items():
+        parts = (state.weights, state.gradients, state.optimizer, state.gathered, state.total)
+        print(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
+    print("\n" + "\n".join(found.reasons))
+    print("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
+    print("training:\n" + "\n".join(f"  {line}" for line in found.lines))
+    return 0
+
+
+def _device_memory() -> float:
+    import torch
+
+    from shardwise.errors import ConfigError
+
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    raise ConfigError("this machine has no GPU whose memory could be read: say --memory GIB, for example --memory 80")

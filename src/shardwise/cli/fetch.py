@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardwise.config.hub import HubName
 
+ANSWER_WITHIN_SECONDS = 10.0
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="the YAML file")
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for hub in names:
         place = hub.place_in(folder)
-        if place.exists() and not args.again:
+        if hub.is_in(folder) and not args.again:
             print(f"{hub.key}: {hub.name} is in {place} already")
             continue
         print(f"{hub.key}: {hub.name} …", flush=True)
@@ -53,8 +55,10 @@ def _download(hub: HubName, place: Path) -> None:
     aside = place.with_name(f".{place.name}.fetching")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        unwanted = _unwanted(HfApi().list_repo_files(hub.name, repo_type=hub.kind)) if hub.kind == "model" else []
-        snapshot_download(hub.name, repo_type=hub.kind, local_dir=aside, ignore_patterns=unwanted)
+        # The one call that the library does not repeat: without internet it fails at once, and not after half a minute.
+        about = HfApi().repo_info(hub.name, repo_type=hub.kind, timeout=ANSWER_WITHIN_SECONDS)
+        unwanted = _unwanted([file.rfilename for file in about.siblings or []]) if hub.kind == "model" else []
+        snapshot_download(hub.name, repo_type=hub.kind, revision=about.sha, local_dir=aside, ignore_patterns=unwanted)
         shutil.rmtree(aside / ".cache", ignore_errors=True)  # the library's own notes on the download
         shutil.rmtree(place, ignore_errors=True)
         aside.rename(place)

@@ -5,13 +5,15 @@ Every other room may import from here. Nothing in here imports another room, or 
 
 from shardwise.config.batching import Batching, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_config, parse_config
-from shardwise.config.schema import Block, Config, DataBlock, Training
+from shardwise.config.schema import Block, Config, DataBlock, Ddp, Fsdp, Training
 
 __all__ = [
     "Batching",
     "Block",
     "Config",
     "DataBlock",
+    "Ddp",
+    "Fsdp",
     "Training",
     "load_config",
     "parse_config",

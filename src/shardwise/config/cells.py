@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from shardwise.config.schema import Block, DataBlock
+
+FIXED_IN_A_COPY = ("gene_vocab", "gene_key", "layer", "label_key", "valid_fraction", "max_valid_cells")
+"""What is decided when a sharded copy is written; source: shards cannot change it."""
 
 
 class CellsData(DataBlock):
@@ -60,6 +63,13 @@ class CellsData(DataBlock):
         if self.source == "synthetic" and self.paths:
             raise ValueError("paths are read with source: local or shards, but source is synthetic")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_the_copy_decides(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A default written into a run's config would read as a wish that the copy may not fulfil."""
+        values: dict[str, Any] = write(self)
+        unsaid = set(FIXED_IN_A_COPY) - self.model_fields_set if self.source == "shards" else set()
+        return {key: value for key, value in values.items() if key not in unsaid}
 
 
 class Masking(Block):

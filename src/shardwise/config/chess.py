@@ -6,23 +6,17 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock, hub_name
+from shardwise.config.hub_data import HubData
+from shardwise.config.schema import Block, hub_name
 
 
-class ChessData(DataBlock):
+class ChessData(HubData):
     source: Literal["synthetic", "local", "hub"] = Field(
         "synthetic",
         description="synthetic: legal games made from the seed; local: JSONL files; hub: a Hugging Face data set.",
     )
     paths: list[str] = Field([], description="local: JSONL files, one object with the text of a game per line.")
     valid_paths: list[str] = Field([], description="local: files to validate on; default: a share of `paths`.")
-    dataset: str | None = Field(
-        None,
-        description="hub: name of the data set, or a folder that `datasets` can read.",
-        json_schema_extra=hub_name("dataset"),
-    )
-    split: str = Field("train", description="hub: which split to train on.")
-    valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
     text_column: str = Field("text", min_length=1, description="local and hub: the key or column that holds the game.")
     valid_fraction: float = Field(0.05, gt=0, lt=1, description="Share of games held out, chosen by the seed.")
     num_games: int = Field(2000, ge=2, description="synthetic: how many games, validation included.")
@@ -34,10 +28,6 @@ class ChessData(DataBlock):
             raise ValueError("source: local needs paths, a list of JSONL files")
         if self.source != "local" and (self.paths or self.valid_paths):
             raise ValueError(f"paths and valid_paths are read with source: local, but source is {self.source}")
-        if self.source != "hub" and self.dataset is not None:
-            raise ValueError(f"dataset is read with source: hub, but source is {self.source}")
-        if self.source == "hub" and self.dataset is None:
-            raise ValueError("source: hub needs dataset, the name of a Hugging Face data set or a folder")
         return self
 
 

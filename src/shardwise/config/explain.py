@@ -14,11 +14,22 @@ from shardwise.config.yaml_lines import Document, KeyPath
 
 
 def explain(error: ValidationError, schema: type[BaseModel], document: Document, where: str) -> str:
-    seen: dict[str, int] = {}  # a union reports the same mistake once per member
+    # A union reports a mistake once per member: they become one message with what each of them allows.
+    allowed: dict[tuple[int, str], list[str]] = {}
     for detail in error.errors():
         path = _real_keys(detail["loc"], document.values)
-        seen[f"{_place(document, path, where)}: {_describe(detail, path, schema)}"] = document.line_of(path) or 0
-    return "\n".join(sorted(seen, key=lambda message: seen[message]))
+        message = f"{_place(document, path, where)}: {_describe(detail, path, schema)}"
+        what, _, choices = message.partition(_ALLOWED)
+        options = allowed.setdefault((document.line_of(path) or 0, what), [])
+        if choices and choices not in options:
+            options.append(choices)
+    lines = sorted(allowed, key=lambda key: key[0])
+    return "\n".join(
+        what + (_ALLOWED + ", or ".join(allowed[line, what]) if allowed[line, what] else "") for line, what in lines
+    )
+
+
+_ALLOWED = "Allowed: "
 
 
 def _place(document: Document, path: KeyPath, where: str) -> str:

@@ -6,6 +6,7 @@ A field of a block is such a name if its schema says so: Field(…, json_schema_
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ from shardwise.errors import ConfigError
 
 Kind = Literal["model", "dataset"]
 AnyConfig = TypeVar("AnyConfig", bound=Config)
+_REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9_][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,25 @@ class HubName:
     def place_in(self, folder: str) -> Path:
         return Path(folder) / f"{self.kind}s" / self.name
 
+    def is_in(self, folder: str) -> bool:
+        """A folder without a file in it is nothing to train from."""
+        return any(path.is_file() for path in self.place_in(folder).rglob("*"))
+
 
 def hub_names(config: Config) -> list[HubName]:
-    """Every name that is not a folder here."""
+    """Every name that is not a folder here. A ConfigError tells of one that can only be meant as a folder."""
     found = []
     for block in ("data", "tokenizer", "model"):
         for field, kind in _marked(getattr(config, block)):
             name = getattr(getattr(config, block), field)
-            if name is not None and not Path(name).exists():
-                found.append(HubName(kind, name, f"{block}.{field}"))
+            if name is None or Path(name).exists():
+                continue
+            if not _REPOSITORY.fullmatch(name):
+                raise ConfigError(
+                    f"{block}.{field}: there is no folder {name} (looked for from {Path.cwd()}), and it is no name on the hub: "
+                    "those look like owner/name"
+                )
+            found.append(HubName(kind, name, f"{block}.{field}"))
     return found
 
 
@@ -46,10 +58,11 @@ def use_fetched(config: AnyConfig) -> AnyConfig:
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     for hub in hub_names(config):
         place = hub.place_in(config.fetch_dir)
-        if not place.is_dir():
+        if not hub.is_in(config.fetch_dir):
             raise ConfigError(
-                f"offline: true, but {hub.key}: {hub.name} is not in {config.fetch_dir} ({place} is missing). Where there is "
-                "internet, run:  shardwise fetch CONFIG"
+                f"offline: true, but {hub.key}: {hub.name} is not in {config.fetch_dir} ({place} is "
+                f"{'empty' if place.is_dir() else 'missing'}), and there is no folder of that name. Where there is internet, "
+                "run:  shardwise fetch CONFIG"
             )
         block, field = hub.key.split(".")
         changed = getattr(config, block).model_copy(update={field: str(place)})

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock, hub_name
+from shardwise.config.hub_data import HubData
+from shardwise.config.schema import Block, hub_name
 
 
-class ImagesData(DataBlock):
+class ImagesData(HubData):
     source: Literal["synthetic", "folder", "hub"] = Field(
         "synthetic",
         description="synthetic: coloured shapes made from the seed; folder: image files in a folder per class; "
@@ -19,13 +20,6 @@ class ImagesData(DataBlock):
         None,
         description="folder: holds train/<class>/ and, if there is one, valid/<class>/ (or val/) with the image files.",
     )
-    dataset: str | None = Field(
-        None,
-        description="hub: name of the data set, or a folder that `datasets` can read.",
-        json_schema_extra=hub_name("dataset"),
-    )
-    split: str = Field("train", description="hub: which split to train on.")
-    valid_split: str | None = Field(None, description="hub: which split to validate on; default: a share of `split`.")
     image_column: str = Field("image", min_length=1, description="hub: the column that holds the image.")
     label_column: str = Field("label", min_length=1, description="hub: the column that holds the class.")
     classes: list[str] = Field(
@@ -72,10 +66,6 @@ class ImagesData(DataBlock):
             raise ValueError("source: folder needs root, a folder with train/<class>/ in it")
         if self.source != "folder" and self.root is not None:
             raise ValueError(f"root is read with source: folder, but source is {self.source}")
-        if self.source == "hub" and self.dataset is None:
-            raise ValueError("source: hub needs dataset, the name of a Hugging Face data set or a folder")
-        if self.source != "hub" and (self.dataset is not None or self.valid_split is not None):
-            raise ValueError(f"dataset and valid_split are read with source: hub, but source is {self.source}")
         if self.source == "synthetic" and self.classes:
             raise ValueError("classes names those of source: folder or hub; synthetic takes num_classes")
         return self

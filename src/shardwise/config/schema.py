@@ -10,16 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, model_validator
 
-Strategy = Literal["single", "ddp", "fsdp"]
+Strategy = Literal["single", "dp", "ddp", "zero1", "fsdp", "pipeline", "tensor"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
 
 # What the field writes, and the version of shardwise that this is cannot do yet: refused with a reason.
 _LATER = {
-    "dp": "strategy dp is not built yet; ddp computes the same, faster",
-    "zero1": "strategy zero1 is not built yet; fsdp shards the optimizer state too",
     "fp8-mixed": "precision fp8-mixed is not built yet; use bf16-mixed",
-    "SHARD_GRAD_OP": "SHARD_GRAD_OP is not built yet; use FULL_SHARD",
-    "NO_SHARD": "NO_SHARD is ddp: leave the fsdp block out and set strategy: ddp",
 }
 
 
@@ -94,20 +90,90 @@ class Ddp(Block):
         False, description="Some parameters get no gradient in some steps; costs a walk over the graph per step."
     )
     static_graph: bool = Field(False, description="The same parameters are used in every step; lets DDP do less.")
+    gradient_as_bucket_view: bool = Field(
+        True, description="Gradients live in the buckets they are reduced in; saves one copy of them."
+    )
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"] = Field(
+        "none",
+        description="Gradients travel in fewer bits, or, powersgd, as matrices of low rank. Changes the numbers.",
+    )
+    powersgd_rank: int = Field(2, ge=1, description="Rank of powersgd's matrices: more is closer and larger.")
+    powersgd_warmup_steps: int = Field(
+        10, ge=2, description="Steps before powersgd sets in; until then gradients travel whole."
+    )
 
 
 class Fsdp(Block):
-    sharding_strategy: Annotated[Literal["FULL_SHARD", "HYBRID_SHARD"], BeforeValidator(_refuse_later)] = Field(
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD"] = Field(
         "FULL_SHARD",
-        description="Parameters, gradients and optimizer state are sharded over all ranks, or, HYBRID_SHARD, over those of "
-        "a machine and replicated across `num_nodes` machines.",
+        description="FULL_SHARD: parameters, gradients and optimizer state over all ranks. SHARD_GRAD_OP: the same, but a "
+        "block stays gathered between forward and backward. HYBRID_SHARD: sharded within groups of `shard_size`, replicated "
+        "across them. NO_SHARD: replicated, as ddp does.",
     )
-    cpu_offload: Literal[False] = Field(False, description="Only false for now.")
-    activation_checkpointing: bool = Field(
-        False, description="Recompute each block in the backward pass instead of keeping its activations."
+    shard_size: int | None = Field(
+        None, ge=1, description="HYBRID_SHARD: ranks that share one copy; default: those of a machine."
+    )
+    cpu_offload: bool = Field(
+        False, description="Parameters, gradients and optimizer state stay in host memory, and the update runs there."
+    )
+    activation_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="Recompute each block in the backward pass instead of keeping its activations; selective: see `selective`.",
+    )
+    selective: Annotated[int, Field(ge=2)] | Literal["operations"] = Field(
+        2,
+        description="activation_checkpointing: selective recomputes every n-th block, or all operations but matrix products "
+        "and attention.",
     )
     min_num_params: int = Field(
         0, ge=0, description="A block below this many parameters joins the unit around it instead of being its own."
+    )
+    reduce_in: Literal["fp32", "compute"] = Field(
+        "fp32", description="Type in which gradients are added up over the ranks: fp32, or that of the arithmetic."
+    )
+    prefetch: int = Field(
+        1, ge=1, le=16, description="Blocks gathered ahead of the one that computes; each costs its size in memory."
+    )
+    reduce_every_micro_batch: bool = Field(
+        False,
+        description="With accumulation: reduce after every micro-batch, so that no rank keeps whole gradients; default: on "
+        "the last, which sends less and keeps gradients of the whole model per rank in between.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Fsdp:
+        if self.shard_size is not None and self.sharding_strategy != "HYBRID_SHARD":
+            raise ValueError(f"shard_size belongs to HYBRID_SHARD, not {self.sharding_strategy}")
+        return self
+
+
+class Pipeline(Block):
+    """The micro-batches in the pipe are those of `gradient_accumulation`."""
+
+    stages: int | None = Field(
+        None, ge=2, description="Ranks that one copy of the model is cut into; default: all of them."
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b",
+        description="Who computes when. gpipe keeps all micro-batches' activations, 1f1b few; interleaved cuts the model finer "
+        "and idles less; zero_bubble also puts off weight gradients to fill the gaps.",
+    )
+    pieces_per_rank: int = Field(
+        2, ge=2, le=16, description="interleaved and zero_bubble: pieces of the model on each rank."
+    )
+    balance: Literal["parameters", "time"] = Field(
+        "parameters", description="The stages are cut to equal numbers of parameters, or to equal measured time."
+    )
+
+
+class Tensor(Block):
+    size: int | None = Field(
+        None,
+        ge=2,
+        description="Ranks that share every matrix; default: those of a machine. The others shard as fsdp does.",
+    )
+    sequence_parallel: bool = Field(
+        False, description="Norms and dropout work on a part of the sequence each, which saves activations."
     )
 
 
@@ -117,7 +183,7 @@ Logger = Literal["tensorboard", "wandb", "none"]
 class Training(Block):
     strategy: Annotated[Strategy | None, BeforeValidator(_refuse_later)] = Field(
         None,
-        description="How the model is spread. Default: fsdp with an fsdp block, ddp on several devices, else single.",
+        description="How the model is spread. Default: what its block is there for, ddp on several devices, else single.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one.")
     num_gpus: int | None = Field(
@@ -153,8 +219,15 @@ class Training(Block):
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="The update rule.")
     scheduler: Scheduler = Field(default_factory=Scheduler, description="The learning rate over the steps.")
-    ddp: Ddp = Field(default_factory=Ddp, description="Settings of strategy ddp.")
-    fsdp: Fsdp | None = Field(None, description="Settings of strategy fsdp; its presence selects it.")
+    ddp: Ddp = Field(
+        default_factory=Ddp, description="Settings of ddp, of zero1, and of pipelines without an fsdp block."
+    )
+    fsdp: Fsdp | None = Field(
+        None,
+        description="Settings of strategy fsdp; its presence selects it. With pipeline or tensor: how each part is sharded.",
+    )
+    pipeline: Pipeline | None = Field(None, description="Settings of strategy pipeline; its presence selects it.")
+    tensor: Tensor | None = Field(None, description="Settings of strategy tensor; its presence selects it.")
     eval_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
     eval_at_start: bool = Field(True, description="Evaluate before the first step, to have something to compare with.")
     log_every_n_steps: int = Field(10, ge=1, description="Steps between two lines of the log.")
@@ -176,8 +249,15 @@ class Training(Block):
             raise ValueError(
                 "lr_scaling: linear needs base_batch_size, the batch size that optimizer.lr was chosen for"
             )
-        if self.strategy in ("single", "ddp") and self.fsdp is not None:
-            raise ValueError(f"strategy: {self.strategy} contradicts the fsdp block: leave one of them out")
+        if self.pipeline is not None and self.tensor is not None:
+            raise ValueError(
+                "pipeline and tensor together are not built; the nearest that works is tensor with an fsdp block, or pipeline "
+                "with one"
+            )
+        for name in ("fsdp", "pipeline", "tensor"):
+            fits = (None, "fsdp", "pipeline", "tensor") if name == "fsdp" else (None, name)
+            if getattr(self, name) is not None and self.strategy not in fits:
+                raise ValueError(f"strategy: {self.strategy} contradicts the {name} block: leave one of them out")
         if self.strategy == "single" and (self.num_gpus or 1) > 1:
             raise ValueError(f"strategy: single runs on one device, but num_gpus is {self.num_gpus}")
         if self.num_gpus is not None and self.num_gpus % self.num_nodes:
@@ -224,10 +304,25 @@ class Config(Block):
     def checkpoint_folder(self) -> str:
         return self.training.checkpoint_dir or f"{self.run_folder}/checkpoints"
 
+    def copies_on(self, world: int) -> int:
+        """Among how many copies of the model this many ranks share a global batch."""
+        strategy, training = self.strategy_on(world), self.training
+        if strategy == "pipeline":
+            return max(1, world // ((training.pipeline.stages if training.pipeline else None) or world))
+        if strategy == "tensor":
+            machine = max(1, world // training.num_nodes)
+            return max(1, world // ((training.tensor.size if training.tensor else None) or machine))
+        return world
+
     def strategy_on(self, world: int) -> Strategy:
         """The strategy for this many ranks: the one asked for, or the plainest that does it."""
-        if self.training.strategy is not None:
-            return self.training.strategy
-        if self.training.fsdp is not None:
+        training = self.training
+        if training.strategy is not None:
+            return training.strategy
+        if training.pipeline is not None:
+            return "pipeline"
+        if training.tensor is not None:
+            return "tensor"
+        if training.fsdp is not None:
             return "fsdp"
         return "single" if world == 1 else "ddp"

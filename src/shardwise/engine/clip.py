@@ -19,17 +19,22 @@ def global_norm(grads: list[Tensor]) -> Tensor:
 
     Norms are taken per device mesh and combined: torch 2.13 refuses to mix meshes in one call.
     """
-    by_mesh: dict[object, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        by_mesh[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
     norms = []
-    for group in by_mesh.values():
+    for group in _by_mesh(grads):
         norm = torch.nn.utils.get_total_norm(group)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms] or [torch.zeros(())]))
 
 
 def clip(grads: list[Tensor], norm: float, limit: float) -> None:
     """Scale the gradients so that their global norm is at most `limit`."""
     if norm > limit:
-        torch._foreach_mul_(grads, limit / (norm + 1e-6))
+        for group in _by_mesh(grads):
+            torch._foreach_mul_(group, limit / (norm + 1e-6))
+
+
+def _by_mesh(grads: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        groups[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
+    return list(groups.values())

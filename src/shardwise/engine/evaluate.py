@@ -26,7 +26,8 @@ def run_evaluation(parts: Parts, batches: Iterable[StepBatch], pictures: Path, s
             for micro in batch.micro:
                 with parts.precision.autocast():
                     results = parts.task.evaluate(model, micro.inputs)
-                own = not micro.request.borrowed  # a borrowed sample belongs to another rank, which counts it
+                # A borrowed sample belongs to another rank, which counts it.
+                own = parts.spread.layout.counts and not micro.request.borrowed
                 for name, result in results.items():
                     if isinstance(result, Rows):
                         rows[name] += [_on_host(result)] if own else []

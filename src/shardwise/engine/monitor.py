@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
+from shardwise.engine.strategy import about_strategy
 from shardwise.parallel.spread import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
@@ -42,7 +43,7 @@ class Monitor:
         name = device_name(world.device)
         peak = peak_flops(name)
         self.rates = Rates(
-            session.task.flops_per_count(session.parts.spread.module), peak * world.size if peak else None
+            session.task.flops_per_count(session.parts.spread.whole), peak * world.size if peak else None
         )
         self.device_name = name
         self.trackers: list[Tracker] = []
@@ -51,6 +52,7 @@ class Monitor:
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self._said_wait = False
+        self._idle = self._computing = 0.0
 
     # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
 
@@ -63,7 +65,7 @@ class Monitor:
             changes = self.folder.changes_to(session.config) if resumed else []
             self.folder.describe(session.config, self._facts())
             self.trackers = open_trackers(session.config, self.folder.path)
-        parameters = sum(parameter.numel() for parameter in session.parts.spread.module.parameters())
+        parameters = sum(parameter.numel() for parameter in session.parts.spread.whole.parameters())
         devices = f"{session.world.size} × {self.device_name}" if session.world.size > 1 else self.device_name
         self.console.say(
             f"{session.config.name}: {session.config.task}, {short(parameters)} parameters, {len(session.train_data)} samples "
@@ -75,6 +77,8 @@ class Monitor:
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
         self._mind_the_batch_norm()
+        for sentence in about_strategy(session):
+            self.console.say(sentence)
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
             if changes:
@@ -84,6 +88,10 @@ class Monitor:
                     f"warning: the global batch was {session.batch_before} and is {batching.global_batch} now, so the curve "
                     f"will not be the same; training.total_batch_size: {session.batch_before} keeps it"
                 )
+            if session.forgot_compression:
+                self.console.say(
+                    f"warning: the checkpoint has no memory of powersgd for {session.world.size} rank(s): it starts anew"
+                )
             self._recall()
             if session.steps_done >= session.total_steps:
                 self.console.say("this run is finished; a larger training.max_epochs or max_steps makes it go on")
@@ -92,6 +100,8 @@ class Monitor:
     def stepped(self, result: StepResult) -> None:
         session = self.session
         self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
+        self._idle += result.times.get("idle", 0.0)
+        self._computing += result.times.get("compute", 0.0)
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             self.console.say(
@@ -172,6 +182,10 @@ class Monitor:
             )
         if self.session.skipped_steps:
             lines.append(f"  {'skipped steps':<22} {self.session.skipped_steps}")
+        pipeline = self.session.parts.spread.pipeline
+        if pipeline is not None and self._idle:
+            measured, predicted = self._idle / self._computing, pipeline.bubble
+            lines.append(f"  {'pipeline bubble':<22} {measured:.0%} measured on rank 0, {predicted:.0%} predicted")
         lines += [
             f"  {'run folder':<22} {self.folder.path}",
             "next:",

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.state import local_part
 from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
 
 
-def build_optimizer(model: nn.Module, options: Optimizer, lr: float) -> torch.optim.Optimizer:
-    """Built after the model has been spread: the optimizer must hold the sharded parameters."""
+def build_optimizer(model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False) -> torch.optim.Optimizer:
+    """Built after the model has been spread: the optimizer must hold the sharded parameters.
+
+    `sharded`: every rank keeps the state of some parameters only, updates those and sends them to the others.
+    """
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
-    optimizer = _optimizer(groups, options, lr)
-    _make_state(optimizer)
+    kind, settings = _kind_of(groups, options)
+    optimizer = ZeroRedundancyOptimizer(groups, kind, lr=lr, **settings) if sharded else kind(groups, lr=lr, **settings)
+    _make_state(local_part(optimizer))
     return optimizer
 
 
-def _optimizer(groups: list[dict[str, Any]], options: Optimizer, lr: float) -> torch.optim.Optimizer:
+def _kind_of(groups: list[dict[str, Any]], options: Optimizer) -> tuple[Any, dict[str, Any]]:
     if options.name == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=options.momentum)
+        return torch.optim.SGD, {"momentum": options.momentum}
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
     on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
-    settings: dict[str, Any] = {"betas": (options.betas[0], options.betas[1]), "eps": options.eps}
-    return kind(groups, lr=lr, fused=True if on_cuda else None, **settings)
+    betas = (options.betas[0], options.betas[1])
+    return kind, {"betas": betas, "eps": options.eps, "fused": True if on_cuda else None}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -52,15 +60,20 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; norms, biases and other vectors do not."""
-    decayed: dict[int, nn.Parameter] = {}
-    plain: dict[int, nn.Parameter] = {}
+    """Matrices decay; norms, biases and other vectors do not. One group has parameters of one device mesh: PyTorch
+    (torch 2.13) updates no others together."""
+    seen: set[int] = set()
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
     for module in model.modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad or id(parameter) in decayed or id(parameter) in plain:
+            if not parameter.requires_grad or id(parameter) in seen:
                 continue
+            seen.add(id(parameter))
             vector = is_norm or parameter.ndim < 2 or name.endswith("bias")
-            (plain if vector else decayed)[id(parameter)] = parameter
-    groups = [(list(decayed.values()), weight_decay), (list(plain.values()), 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups[vector, mesh].append(parameter)
+    return [
+        {"params": params, "weight_decay": 0.0 if vector else weight_decay}
+        for (vector, _), params in sorted(groups.items(), key=lambda item: item[0][0])
+    ]

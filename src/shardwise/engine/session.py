@@ -12,15 +12,16 @@ with Session("chess.yaml") as session:      take this process's place among the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, save_from
+from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, load_own, save_from
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
@@ -33,7 +34,7 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
 from shardwise.errors import ConfigError, DataError, ShardwiseError
-from shardwise.parallel import World, spread
+from shardwise.parallel import Layout, World, spread
 from shardwise.tasks import Loss, Task
 
 
@@ -49,9 +50,9 @@ class Session:
                 f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
             )
         self.strategy = self.config.strategy_on(self.world.size)
-        self.batching: Batching = resolve_batching(training, self.world.size)
-        if self.strategy == "ddp" and training.ddp.static_graph and self.batching.accumulation > 1:
-            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
+        self.layout = Layout.of(self.strategy, training, self.world)
+        self.batching: Batching = resolve_batching(training, self._devices_with_data())
+        self._check_strategy()
         self.store = CheckpointStore(Path(self.config.checkpoint_folder))
         self.cursor = Cursor()
         self.steps_done = 0
@@ -61,6 +62,8 @@ class Session:
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.saved_at: int | None = None
         """The step of the newest checkpoint of this session."""
+        self.forgot_compression = False
+        """The checkpoint that was resumed has no memory of powersgd for this number of ranks."""
         self.batch_before: int | None = None
         """The global batch of the checkpoint that was resumed."""
         self._begun_at: tuple[int, Cursor] = (0, Cursor())
@@ -70,7 +73,24 @@ class Session:
         self._valid_loader: StepLoader | None = None
 
     def _needs_group(self) -> bool | None:
-        return True if self.config.training.strategy in ("ddp", "fsdp") or self.config.training.fsdp else None
+        alone = self.config.strategy_on(1) in ("single", "dp")
+        return None if alone else True
+
+    def _devices_with_data(self) -> int:
+        """How many devices a global batch is shared by: dp has all of them in one process."""
+        return max(1, torch.cuda.device_count()) if self._over_devices() else self.layout.data_size
+
+    def _over_devices(self) -> bool:
+        return self.strategy == "dp" and self.world.device.type == "cuda"
+
+    def _check_strategy(self) -> None:
+        training = self.config.training
+        if self.strategy in ("single", "dp") and self.world.size > 1:
+            raise ConfigError(
+                f"strategy: {self.strategy} is one process, but {self.world.size} ranks were started; ddp is for several"
+            )
+        if self.strategy in ("ddp", "zero1") and training.ddp.static_graph and self.batching.accumulation > 1:
+            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
 
     def __enter__(self) -> Session:
         return self
@@ -119,7 +139,15 @@ class Session:
         self.valid_data = task.valid_data()
         self._check_data()
         training = self.config.training
-        spread_model = spread(self._build(task), task.blocks, self.strategy, training, self.world)
+        spread_model = spread(
+            self._build(task),
+            task.blocks,
+            task.tensor_plan,
+            self.strategy,
+            training,
+            self.layout,
+            self.batching.accumulation,
+        )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
         precision.settle()
@@ -128,7 +156,9 @@ class Session:
             task=task,
             world=self.world,
             spread=spread_model,
-            optimizer=build_optimizer(spread_model.module, training.optimizer, lr),
+            optimizer=build_optimizer(
+                spread_model.module, training.optimizer, lr, sharded=self.strategy == "zero1" and self.world.size > 1
+            ),
             schedule=Schedule(training.scheduler, lr, self.total_steps),
             precision=precision,
             scaler=precision.scaler(),
@@ -190,13 +220,13 @@ class Session:
         left = in_this_epoch + epochs_after * self.steps_per_epoch if cursor.epoch < training.max_epochs else 0
         return min(step + left, training.max_steps or step + left)
 
-    def batches(self) -> Iterator[StepBatch]:
+    def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         loader = StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
             self.order(),
-            self.batching,
-            self.world.rank,
+            self._per_process(),
+            self.layout.data_rank,
             self.world.device,
             self.config.data,
             start=self.cursor,
@@ -207,6 +237,12 @@ class Session:
                 yield batch
                 if self.steps_done >= self.total_steps:
                     return
+
+    def _per_process(self) -> Batching:
+        """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
+        if not self._over_devices():
+            return self.batching
+        return Batching(1, self.batching.batch_size * self.batching.world, self.batching.accumulation)
 
     def order(self) -> GlobalOrder:
         """Which samples make up which step, in every epoch."""
@@ -241,8 +277,8 @@ class Session:
             self._valid_loader = StepLoader(
                 Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
                 GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-                Batching(self.world.size, self.batching.batch_size, 1),
-                self.world.rank,
+                replace(self._per_process(), accumulation=1),
+                self.layout.data_rank,
                 self.world.device,
                 self.config.data,
                 keep_workers=True,
@@ -283,7 +319,15 @@ class Session:
             seed=self.config.seed,
             order=self._order_name(),
         )
-        path = save_from(self.parts.spread.module, self.parts.optimizer, progress, self.store, self.world)
+        memory = self.parts.spread.memory
+        path = save_from(
+            self.parts.spread.module,
+            self.parts.optimizer,
+            progress,
+            self.store,
+            self.world,
+            memory.tensors() if memory else None,
+        )
         self.saved_at = self.steps_done
         if self.world.is_first:
             self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
@@ -300,6 +344,13 @@ class Session:
         if found is None:
             return None
         path, progress = found
+        if self.parts.spread.settles_later and not self.steps_done:
+            self._rehearse()
+        if self.parts.spread.memory is not None:
+            own = load_own(path, self.world)
+            self.forgot_compression = own is None
+            if own is not None:
+                self.parts.spread.memory.restore(own)
         self._check_same_run(progress)
         go_on_from(progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
@@ -311,6 +362,20 @@ class Session:
         if progress.scaler and self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(progress.scaler)
         return path
+
+    def _rehearse(self) -> None:
+        """A backward pass whose gradients are thrown away. DDP settles after the first one which gradients travel together
+        and in which order, and so how they are added up: a resumed run must do that before its first step."""
+        steps = self.batches()
+        micro = next(steps).micro[0]
+        steps.close()
+        buffers = [(buffer, buffer.clone()) for buffer in self.parts.spread.module.buffers()]
+        with self.parts.precision.autocast():
+            loss = self.task.loss(self.model, micro.inputs)
+        loss.sum.backward()
+        self.parts.optimizer.zero_grad()
+        for buffer, kept in buffers:
+            buffer.copy_(kept)
 
     def _order_name(self) -> str:
         origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""

@@ -2,7 +2,7 @@
 
 take k micro-batches from the cursor
 agree: all-reduce (sum of counts, stop flag, bad-value flag)                    one tiny collective
-for each micro-batch: forward, loss.sum * world / global_count, backward        gradients reduced on the last only
+for each micro-batch: forward, loss.sum * copies / global_count, backward       gradients reduced on the last only
 clip by the true global norm
 optimizer.step, schedule.step
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ class StepResult:
     samples: int = 0
     """Of all ranks."""
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds in each phase: wait for data, agree, compute, update."""
+    """Seconds in each phase: wait for data, agree, compute, update; of compute, in a pipeline, idle."""
 
 
 def run_step(
@@ -80,7 +80,9 @@ def run_step(
     world, training = parts.world, parts.config.training
     clock = _Clock(batch.wait)
 
-    count, stops, bads = world.sum(batch.count, stop, bad is not None)
+    layout = parts.spread.layout
+    own_count = batch.count if layout.counts else 0
+    count, stops, bads = world.sum(own_count, stop, bad is not None)
     clock.lap("agree")
     if bads and training.on_nonfinite == "stop":
         raise explain_nonfinite(parts, step, bad is not None, bad or [])
@@ -91,19 +93,28 @@ def run_step(
             f"step {step + 1}: no rank has anything to count: the task's count(batch) is 0 for the whole batch"
         )
 
-    seed_everything(parts.config.seed, Purpose.STEP, step, world.rank)  # dropout differs between ranks, and resumes
+    # Dropout differs between ranks, and resumes.
+    seed_everything(parts.config.seed, Purpose.STEP, step, layout.random_rank)
     total = torch.zeros((), device=world.device)
-    for position, micro in enumerate(batch.micro):
-        last = position == len(batch.micro) - 1
-        with parts.spread.reducing_gradients(now=last):
-            with parts.precision.autocast():
-                loss = _loss_of(parts, micro, step + 1)
-            # Gradients are averaged over the ranks, hence × world; a borrowed sample counts nothing.
-            weight = 0.0 if micro.request.borrowed else loss_weight(world.size, count or 1, micro.count)
-            parts.scaler.scale(loss.sum * weight).backward()
-            if not micro.request.borrowed:
-                total += loss.sum.detach()
+
+    def forward(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+        with parts.precision.autocast():
+            loss = _loss_of(parts, model, micro, step + 1)
+        # Gradients are averaged over the copies of the model, hence × copies; a borrowed sample counts nothing.
+        weight = 0.0 if micro.request.borrowed else loss_weight(layout.data_size, count or 1, micro.count)
+        if layout.counts and not micro.request.borrowed:
+            total.add_(loss.sum.detach())
+        return parts.scaler.scale(loss.sum * weight)
+
+    if parts.spread.pipeline is not None:
+        parts.spread.pipeline.run(_filled(batch.micro, parts.spread.pipeline.micro_batches), forward)
+    else:
+        for position, micro in enumerate(batch.micro):
+            with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1):
+                forward(parts.spread.model, micro).backward()
     clock.lap("compute")
+    if parts.spread.pipeline is not None and world.device.type == "cpu":  # on CUDA the host does not see when work ends
+        clock.times["idle"] = clock.times["compute"] - parts.spread.pipeline.busy
 
     parts.scaler.unscale_(parts.optimizer)
     grads = gradients(parts.parameters)
@@ -113,12 +124,12 @@ def run_step(
         )
     if parts.spread.needs_every_gradient and len(grads) < len(parts.parameters):
         raise _unused_parameters(parts, step + 1)
-    norm, loss_sum = torch.stack([global_norm(grads), total]).tolist()
+    norm, loss_sum = torch.stack([_norm(parts), total]).tolist()
     result = StepResult(
         step + 1,
         skipped=not math.isfinite(norm),
         loss_sum=loss_sum,
-        count=batch.count,
+        count=own_count,
         global_count=int(count),
         grad_norm=norm,
         lr=parts.schedule.rate(step),
@@ -142,15 +153,31 @@ def run_step(
     return result
 
 
-def loss_weight(world: int, global_count: float, micro_count: int) -> float:
+def loss_weight(copies: int, global_count: float, micro_count: int) -> float:
     """What a micro-batch's summed loss is multiplied by: the one place where a loss is divided."""
-    return world / global_count
+    return copies / global_count
 
 
-def _loss_of(parts: Parts, micro: MicroBatch, step: int) -> Loss:
+def _filled(micro: list[MicroBatch], number: int) -> list[MicroBatch]:
+    """As many micro-batches as a pipeline is made for: a short batch is filled up with one that counts nothing."""
+    idle = replace(micro[0], count=0, request=replace(micro[0].request, borrowed=True))
+    return [*micro, *[idle] * (number - len(micro))]
+
+
+def _norm(parts: Parts) -> torch.Tensor:
+    """Of the gradient of the whole model, wherever its parts are."""
+    pipeline = parts.spread.pipeline
+    if pipeline is None:
+        return global_norm(gradients(parts.parameters)).to(parts.world.device)
+    elsewhere = pipeline.counted_elsewhere
+    own = gradients(parameter for parameter in parts.parameters if id(parameter) not in elsewhere)
+    return pipeline.norm_over_stages(global_norm(own))
+
+
+def _loss_of(parts: Parts, model: nn.Module, micro: MicroBatch, step: int) -> Loss:
     """The task's loss, and whether it is what a loss must be."""
     try:
-        loss = parts.task.loss(parts.spread.model, micro.inputs)
+        loss = parts.task.loss(model, micro.inputs)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -186,9 +213,19 @@ def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
     named = parts.spread.module.named_parameters()
     unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
     return ShardwiseError(
-        f"step {step}: {len(unused)} parameter(s) got no gradient, of which strategy ddp must know beforehand: "
-        f"{_brief(unused)}.\n  Set training.ddp.find_unused_parameters: true, or freeze or remove them"
+        f"step {step}: {len(unused)} parameter(s) got no gradient, of which strategy {_wanting(parts)} must know beforehand: "
+        f"{_brief(unused)}.\n  {_remedy(parts)}freeze or remove them"
     )
+
+
+def _wanting(parts: Parts) -> str:
+    return "pipeline" if parts.spread.pipeline is not None else "ddp"
+
+
+def _remedy(parts: Parts) -> str:
+    if parts.spread.pipeline is not None:
+        return "Register them on the side of the blocks where they are used (before or after), or "
+    return "Set training.ddp.find_unused_parameters: true, or "
 
 
 def explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> NonFiniteError:

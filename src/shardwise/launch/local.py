@@ -53,7 +53,7 @@ def local_rank_count(config: Config, *, cuda_devices: int) -> int:
                 "Lower it, or set training.device: cpu to run that many ranks on the CPU"
             )
         return training.num_gpus
-    if training.strategy == "single":
+    if training.strategy in ("single", "dp"):
         return 1
     return 2 if on_cpu else max(1, cuda_devices)
 

@@ -3,7 +3,8 @@
 Knows nothing of tasks, data or the loop.
 """
 
+from shardwise.parallel.layout import Layout
 from shardwise.parallel.spread import Spread, spread
 from shardwise.parallel.world import World
 
-__all__ = ["Spread", "World", "spread"]
+__all__ = ["Layout", "Spread", "World", "spread"]

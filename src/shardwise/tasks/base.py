@@ -93,6 +93,11 @@ class Task(ABC):
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len, default=[])
 
+    def tensor_plan(self, model: nn.Module, ranks: int, sequence_parallel: bool) -> Mapping[str, Any] | None:
+        """How strategy tensor splits the matrices over `ranks`: by name of module, a style of
+        torch.distributed.tensor.parallel. None: this task cannot say, and the strategy is refused."""
+        return None
+
     def flops_per_count(self, model: nn.Module) -> float | None:
         """Floating-point operations of a training step per counted unit, for MFU; None when no formula is known."""
         return None

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from shardwise.config import Batching, Config, resolve_batching
 from shardwise.config.schema import Strategy
 
-SPREADING = {*get_args(Strategy), "pipeline", "tensor"} - {"ddp"}
+SPREADING = set(get_args(Strategy)) - {"ddp"}
 """Blocks of `training` that choose a strategy by being there. The ddp block holds settings only."""
 
 
@@ -120,14 +120,16 @@ def config_for(config: Config, job: Job) -> Config:
     if job.spread == "whole":
         put |= {"batch_size": batching.global_batch, "gradient_accumulation": 1}
     else:
-        per_rank = batching.world * batching.accumulation // job.world
+        copies = 1 if job.spread == "split" else asked.copies_on(job.world)
+        per_rank = batching.world * batching.accumulation // copies
         put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_rank}
     folder = job.run_folder or job.folder / "run"
     return Changes(put, frozenset(leave_out)).applied(asked, run_dir=str(folder))
 
 
 def batching_of(config: Config, ranks: int) -> Batching:
-    return resolve_batching(config.training, ranks)
+    """Among the copies of the model that so many ranks hold: those of a pipeline share one."""
+    return resolve_batching(config.training, config.copies_on(ranks))
 
 
 def environment_for(rank: int, job: Job, port: int, environ: Mapping[str, str]) -> dict[str, str]:

@@ -55,6 +55,7 @@ class Recorder:
         """The config as the user wrote it."""
         self.record: dict[str, Any] = {"gradients": {}, "gradient_digests": {}, "snapshots": {}}
         self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
+        self._resuming = False
         self._done = False
 
     @contextmanager
@@ -97,7 +98,9 @@ class Recorder:
             return result
 
         def resume(session: Session, which: str = "auto") -> Path | None:
+            recorder._resuming = True  # the session may look at a batch meanwhile
             path = before["resume"](session, which)
+            recorder._resuming = False
             if path is not None:
                 recorder.snapshot(session, "resumed")
             return path
@@ -193,7 +196,7 @@ class Recorder:
             self._write()
             self._done = True
             raise Finished
-        if self.job.resume and session.saved_at is None:  # a program that did not do so itself
+        if self.job.resume and session.saved_at is None and not self._resuming:  # a program that did not do so itself
             session.resume("latest")
 
     # ---------------------------------------------------------------- steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from dataclasses import dataclass
@@ -9,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.config.cells import CellsData
-from shardwise.errors import DataError
+from shardwise.config.cells import FIXED_IN_A_COPY, CellsData
+from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells.h5ad import H5adFile, H5adFiles, inspect, pieces_to_check
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split
-from shardwise.tasks.cells.shards import open_shards
+from shardwise.tasks.cells.shards import ShardedCopy, open_shards
 from shardwise.tasks.cells.synthetic import synthetic_file
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
@@ -47,6 +48,12 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
     """Open what the config names. `quiet=False` says what was found."""
     if options.source == "shards":
         copy = open_shards(Path(options.paths[0]))
+        _check_wishes(options, copy)
+        if seed != copy.seed:
+            say = log.debug if quiet else log.info
+            say(
+                f"{options.paths[0]} was made with seed {copy.seed}, which chose the cells held out; all else follows {seed}"
+            )
         nobody = np.empty(0, np.int64)
         corpus = Corpus(
             {gene: number for number, gene in enumerate(copy.genes)},
@@ -85,6 +92,19 @@ def check_values(corpus: Corpus) -> None:
         if time.monotonic() - said > 10:
             said = time.monotonic()
             log.info(f"checking the cells: {last / len(source):.0%} after {said - began:.0f} s")
+
+
+def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
+    """A key that the copy has fixed may say what the copy was made with, as the config does that it was made from."""
+    asked = {key: getattr(options, key) for key in FIXED_IN_A_COPY if key in options.model_fields_set}
+    other = [key for key, value in asked.items() if key not in copy.made_with or copy.made_with[key] != value]
+    if other:
+        made = ", ".join(f"{key}: {json.dumps(copy.made_with[key]) if key in copy.made_with else '?'}" for key in other)
+        wanted = ", ".join(f"{key}: {json.dumps(asked[key])}" for key in other)
+        raise ConfigError(
+            f"data: the sharded copy {options.paths[0]} was made with {made}, and has that fixed, but the config says {wanted}. "
+            f"Leave {', '.join(other)} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to FOLDER"
+        )
 
 
 def _are_counts(files: list[H5adFile], source: H5adFiles) -> bool:

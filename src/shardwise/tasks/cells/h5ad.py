@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 from anndata.io import read_elem
 from numpy.typing import NDArray
+from scipy import sparse
 
 from shardwise.config.cells import CellsData
 from shardwise.errors import DataError
@@ -78,6 +79,8 @@ class H5adFiles(SeveralFiles[Any]):
                 f"{file.path}: the cells {first} to {last - 1} name columns that {file.matrix} does not have: the file is "
                 "damaged. Copy it again"
             )
+        if file.sparse:
+            _check_no_gene_twice(file, rows, first)
         genes = self._columns[number][rows.genes]
         keep = (genes >= 0) & (rows.values != 0)
         if keep.all():
@@ -217,3 +220,26 @@ def _check_values(path: Path, rows: SparseRows, first: int) -> None:
     if wrong.any():
         cell = first + int(np.searchsorted(rows.starts, int(np.flatnonzero(wrong)[0]), side="right")) - 1
         raise DataError(f"{path}: cell {cell} has {what}. Take such cells out, or choose another layer with data.layer")
+
+
+def _check_no_gene_twice(file: H5adFile, rows: SparseRows, first: int) -> None:
+    """Two values of one gene would be taken as two genes. CSR allows it, to mean their sum."""
+    # Nearly every file has its columns in ascending order: then nothing stands twice, and one comparison tells.
+    back = rows.genes[1:] <= rows.genes[:-1]
+    inner = rows.starts[(rows.starts > 0) & (rows.starts < len(rows.genes))]
+    back[inner - 1] = False  # from one cell to the next
+    if not back.any():
+        return
+    # A sum of matrices adds up what stands twice: cells that become shorter had something so.
+    shape, ones = (len(rows), len(file.genes)), np.ones(len(rows.genes), np.int8)
+    summed = sparse.csr_array((ones, rows.genes, rows.starts), shape=shape) + sparse.csr_array(shape, dtype=np.int8)
+    shorter = np.flatnonzero(np.diff(summed.indptr) < rows.lengths)
+    if len(shorter):
+        cell = int(shorter[0])
+        genes, times = np.unique(rows.genes[rows.starts[cell] : rows.starts[cell + 1]], return_counts=True)
+        twice = file.genes[int(genes[times > 1][0])]
+        matrix = f"adata.layers[{file.matrix.removeprefix('layers/')!r}]" if file.matrix != "X" else "adata.X"
+        raise DataError(
+            f"{file.path}: cell {first + cell} has two values of the gene {twice!r} in {file.matrix}. Add such values "
+            f"up: {matrix}.sum_duplicates(); adata.write_h5ad(…)"
+        )

@@ -7,6 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
 
 from shardwise.config.cells import CellsModel, CellsTokenizer
@@ -20,6 +28,8 @@ class CellEncoder(nn.Module):
         super().__init__()
         width = options.hidden_dim
         self.strategy = tokenizer.strategy
+        self.length_multiple = 1
+        """Cells are padded to a multiple of this: ranks that share a sequence take equal parts of it."""
         self.pooling = options.pooling or ("cls" if tokenizer.prepend_cls else "mean")
         self.genes = nn.Embedding(FIRST_GENE + genes, width, padding_idx=PAD)
         if self.strategy == "rank_value":
@@ -71,10 +81,12 @@ class CellEncoder(nn.Module):
                 states + torch.where(batch["hidden"].unsqueeze(-1), self.hidden.to(states.dtype), shown) * has_value
             )
         states = self.dropout(states)
-        mask = real[:, None, None, :]
+        padding = -genes.shape[1] % self.length_multiple
+        mask = F.pad(real, (0, padding))[:, None, None, :]
+        states = F.pad(states, (0, 0, 0, padding))
         for block in self.blocks:
             states = block(states, mask)
-        return self.norm(states), real
+        return self.norm(states)[:, : genes.shape[1]], real
 
     def _pooled(self, states: Tensor, real: Tensor) -> Tensor:
         if self.pooling == "cls":
@@ -86,7 +98,7 @@ class CellEncoder(nn.Module):
 class EncoderBlock(nn.Module):
     def __init__(self, width: int, heads: int, ffn: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.head_width = width // heads
         self.norm_attention = nn.LayerNorm(width)
         # No bias: that of the keys has no effect on the attention, so its gradient would be rounding and nothing else.
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
@@ -100,8 +112,31 @@ class EncoderBlock(nn.Module):
         return states + self.drop(self.ffn(self.norm_ffn(states)))
 
     def _attend(self, states: Tensor, mask: Tensor) -> Tensor:
-        rows, length, width = states.shape
-        projected: Any = self.queries_keys_values(states).view(rows, length, 3, self.heads, width // self.heads)
-        queries, keys, values = projected.permute(2, 0, 3, 1, 4)
+        # Head by head, so that ranks which share the matrix (strategy tensor) have whole heads each.
+        projected: Any = self.queries_keys_values(states).unflatten(-1, (-1, 3, self.head_width))
+        queries, keys, values = projected.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return self.output(mixed.transpose(1, 2).reshape(rows, length, width))
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def split_encoder(model: CellEncoder, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """How ranks share the matrices of every block: heads and the inner width are divided."""
+    along = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "blocks.*.queries_keys_values": ColwiseParallel(input_layouts=along),
+        "blocks.*.output": RowwiseParallel(output_layouts=along),
+        "blocks.*.ffn.0": ColwiseParallel(input_layouts=along),
+        "blocks.*.ffn.2": RowwiseParallel(output_layouts=along),
+    }
+    if sequence_parallel:
+        plan |= {
+            "blocks.0": PrepareModuleInput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Shard(1), None), use_local_output=True
+            ),
+            "blocks.*.norm_attention": SequenceParallel(use_local_output=True),
+            "blocks.*.norm_ffn": SequenceParallel(use_local_output=True),
+            "norm": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+            ),
+        }
+    return plan

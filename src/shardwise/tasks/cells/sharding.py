@@ -12,18 +12,25 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardwise.config.cells import CellsData
+from shardwise.config.cells import FIXED_IN_A_COPY, CellsData
 from shardwise.config.seeds import Purpose
 from shardwise.data.manifest import FileEntry, entry_of, flush, write_manifest
 from shardwise.errors import DataError
 from shardwise.tasks.cells.corpus import Corpus, h5ad_paths, open_corpus
 from shardwise.tasks.cells.rows import Ints, SparseRows, stack
-from shardwise.tasks.cells.shards import KIND, write_shard
+from shardwise.tasks.cells.shards import KIND, arrow_batch, rows_in, write_shard
 
 PIECE = 8192
 """Rows read at a time."""
 MOST_BINS = 512
 """Every bin is an open file while the rows are scattered."""
+
+_NOBODY = arrow_batch(
+    SparseRows(np.zeros(1, np.int64), np.empty(0, np.int32), np.empty(0, np.float32)),
+    np.empty(0, np.int64),
+    np.empty(0, np.int64),
+)
+"""What a bin without cells holds; what the other bins hold looks the same."""
 
 log = logging.getLogger("shardwise")
 
@@ -42,7 +49,7 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
         about = _write(corpus, aside, cells_per_shard, seed) | {
             "sources": [str(path) for path in h5ad_paths(options, seed)],
             "seed": seed,
-            "valid_fraction": options.valid_fraction,
+            "made_with": {key: getattr(options, key) for key in FIXED_IN_A_COPY},
         }
         files: dict[str, FileEntry] = {}
         for file in sorted(aside.glob("*.arrow")):
@@ -97,14 +104,16 @@ def _scatter(corpus: Corpus, folder: Path, count: int, rng: np.random.Generator)
     largest: float | None = 0.0
     began = said = time.monotonic()
     with contextlib.ExitStack() as stack:
-        bins = [stack.enter_context(pa.ipc.new_stream(str(folder / f"{n}.bin"), _SCHEMA)) for n in range(count + 1)]
+        bins = [
+            stack.enter_context(pa.ipc.new_stream(str(folder / f"{n}.bin"), _NOBODY.schema)) for n in range(count + 1)
+        ]
         for first in range(0, len(source), PIECE):
             rows = source.read(first, min(first + PIECE, len(source)))
             numbers = np.arange(first, first + len(rows))
             bin_of = np.where(np.isin(numbers, split.held_out), count, rng.integers(0, count, size=len(rows)))
             for number in np.unique(bin_of).tolist():
                 chosen = np.flatnonzero(bin_of == number)
-                bins[number].write_batch(_packed(rows.take(chosen), numbers[chosen], codes[numbers[chosen]]))
+                bins[number].write_batch(arrow_batch(rows.take(chosen), numbers[chosen], codes[numbers[chosen]]))
             if largest is not None and len(rows.values):
                 whole = rows.values.dtype.kind in "iu" or (rows.values == np.round(rows.values)).all()
                 largest = max(largest, float(rows.values.max())) if whole else None
@@ -114,38 +123,9 @@ def _scatter(corpus: Corpus, folder: Path, count: int, rng: np.random.Generator)
     return names, largest
 
 
-_SCHEMA = pa.schema(
-    [("cell", pa.int64()), ("label", pa.int64()), ("genes", pa.list_(pa.int32())), ("values", pa.list_(pa.float32()))]
-)
-
-
-def _packed(rows: SparseRows, cells: Ints, labels: Ints) -> pa.RecordBatch:
-    starts = pa.array(rows.starts.astype(np.int32))
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array(cells),
-            pa.array(labels),
-            pa.ListArray.from_arrays(starts, pa.array(rows.genes.astype(np.int32))),
-            pa.ListArray.from_arrays(starts, pa.array(rows.values.astype(np.float32))),
-        ],
-        schema=_SCHEMA,
-    )
-
-
 def _collected(file: Path) -> tuple[SparseRows, Ints, Ints]:
     with pa.ipc.open_stream(str(file)) as reader:
         batches = list(reader)
-    nothing = [
-        _packed(SparseRows(np.zeros(1, np.int64), np.empty(0, int), np.empty(0)), np.empty(0, int), np.empty(0, int))
-    ]
-    batches = batches or nothing
-    rows = [
-        SparseRows(
-            batch.column("genes").offsets.to_numpy().astype(np.int64),
-            batch.column("genes").values.to_numpy(),
-            batch.column("values").values.to_numpy(),
-        )
-        for batch in batches
-    ]
+    batches = batches or [_NOBODY]
     cells, labels = (np.concatenate([batch.column(name).to_numpy() for batch in batches]) for name in ("cell", "label"))
-    return stack(rows), cells, labels
+    return stack([rows_in(batch) for batch in batches]), cells, labels

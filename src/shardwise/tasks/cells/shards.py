@@ -31,6 +31,9 @@ class ShardedCopy:
     counts: bool
     training: ShardFiles
     validation: ShardFiles
+    seed: int
+    made_with: dict[str, Any]
+    """The keys of the data block that it was made with and that are fixed now."""
 
 
 class ShardFiles(SeveralFiles["_Shard"]):
@@ -113,7 +116,7 @@ def open_shards(folder: Path) -> ShardedCopy:
         ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
         for part in ("train", "valid")
     )
-    return ShardedCopy(about["genes"], about["counts"], training, validation)
+    return ShardedCopy(about["genes"], about["counts"], training, validation, about["seed"], about.get("made_with", {}))
 
 
 def write_shard(
@@ -123,6 +126,15 @@ def write_shard(
         raise DataError(
             f"a shard of {len(rows)} cells has {rows.starts[-1]} values, more than fit: use fewer --cells-per-shard"
         )
+    batch = arrow_batch(rows, cells, labels, genes, values)
+    with pa.ipc.new_file(str(file), batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def arrow_batch(
+    rows: SparseRows, cells: Ints, labels: NDArray[np.integer], genes: type = np.int32, values: type = np.float32
+) -> pa.RecordBatch:
+    """Cells as Arrow has them, with genes and values in these types."""
     starts = pa.array(rows.starts.astype(np.int32))
     columns = {
         "cell": pa.array(cells),
@@ -130,6 +142,9 @@ def write_shard(
         "genes": pa.ListArray.from_arrays(starts, pa.array(rows.genes.astype(genes))),
         "values": pa.ListArray.from_arrays(starts, pa.array(rows.values.astype(values))),
     }
-    batch = pa.RecordBatch.from_pydict(columns)
-    with pa.ipc.new_file(str(file), batch.schema) as writer:
-        writer.write_batch(batch)
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def rows_in(batch: pa.RecordBatch) -> SparseRows:
+    genes, values = batch.column("genes"), batch.column("values")
+    return SparseRows(genes.offsets.to_numpy().astype(np.int64), genes.values.to_numpy(), values.values.to_numpy())

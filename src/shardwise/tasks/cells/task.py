@@ -6,6 +6,7 @@ import logging
 import math
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,11 @@ from torch.nn import functional as F
 
 from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.data import BatchedSamples
+from shardwise.errors import ConfigError
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
-from shardwise.tasks.cells.model import CellEncoder
+from shardwise.tasks.cells.model import CellEncoder, split_encoder
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
 from shardwise.tasks.cells.samples import CellsInMemory, StreamedCells
 from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, revealed
@@ -68,6 +70,15 @@ class CellsTask(Task):
     def build_model(self) -> nn.Module:
         tokenizer = self._tokenizer(self._corpus)
         return CellEncoder(self._network, self._tokens, tokenizer.genes, tokenizer.max_tokens)
+
+    def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any]:
+        heads = self._network.num_heads
+        if heads % ranks:
+            raise ConfigError(
+                f"strategy tensor on {ranks} ranks: model.num_heads: {heads} must be a multiple of {ranks}"
+            )
+        model.length_multiple = ranks if sequence_parallel else 1
+        return split_encoder(model, sequence_parallel=sequence_parallel)
 
     def count(self, batch: CellBatch) -> int:
         # In NumPy: PyTorch would wake all its threads for a few thousand numbers.

@@ -14,8 +14,9 @@ import chess
 import numpy as np
 
 from shardwise.config.chess import ChessData
-from shardwise.config.seeds import Purpose
-from shardwise.errors import DataError, MissingExtra
+from shardwise.data.holdout import hold_out
+from shardwise.data.hub import load_split, require_column
+from shardwise.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -149,19 +150,8 @@ class _Column(Sequence[str]):
 
 
 def _read_hub(options: ChessData, split: str) -> Sequence[str]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra.of("datasets", "lm", "data.source: hub") from None
-    name = str(options.dataset)
-    try:
-        dataset = datasets.load_dataset(name, split=split)
-    except Exception as error:
-        raise DataError(f"data.dataset: {name!r} (split {split!r}) cannot be loaded: {error}") from error
-    if options.text_column not in dataset.column_names:
-        raise DataError(
-            f"data.text_column: {name!r} has no column {options.text_column!r}; it has {', '.join(dataset.column_names)}"
-        )
+    dataset = load_split(str(options.dataset), split, extra="lm")
+    require_column(dataset, str(options.dataset), "text_column", options.text_column)
     return _Column(dataset, options.text_column)
 
 
@@ -179,6 +169,5 @@ class _Subset(Sequence[str]):
 def _split(texts: Sequence[str], valid_fraction: float, seed: int) -> tuple[Sequence[str], Sequence[str]]:
     if len(texts) < 2:
         raise DataError("one game cannot be split into training and validation: give more, or data.valid_paths")
-    order = np.random.default_rng([seed, Purpose.SPLIT]).permutation(len(texts))
-    held_out = min(len(texts) - 1, max(1, round(valid_fraction * len(texts))))
-    return _Subset(texts, np.sort(order[held_out:])), _Subset(texts, np.sort(order[:held_out]))
+    kept, held_out = hold_out(len(texts), valid_fraction, seed)
+    return _Subset(texts, kept), _Subset(texts, held_out)

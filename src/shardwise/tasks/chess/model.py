@@ -6,6 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from shardwise.config.chess import ChessModel
 from shardwise.errors import ConfigError, DataError, MissingExtra
@@ -25,6 +33,57 @@ def build_language_model(options: ChessModel, tokenizer: GameTokenizer, max_seq_
         return AutoModelForCausalLM.from_pretrained(options.name, config=config, dtype=torch.float32)
     except OSError as error:
         raise _cannot_load(options.name, error) from error
+
+
+def split_language_model(model: Any, ranks: int, *, sequence_parallel: bool) -> dict[str, ParallelStyle] | None:
+    """How ranks share the matrices of every layer, as the architecture itself says (Transformers' `base_model_tp_plan`);
+    None where it does not."""
+    known = {"colwise", "rowwise"}
+    said: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
+    if not said or set(said.values()) - known:
+        return None
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(model.config, key, None) or ranks
+        if heads % ranks:
+            raise ConfigError(
+                f"strategy tensor on {ranks} ranks: the model's {key}: {heads} must be a multiple of {ranks}"
+            )
+    base = f"{model.base_model_prefix}."
+    if not sequence_parallel:
+        styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+        return {base + name: styles[style]() for name, style in said.items()}
+    first = model.get_submodule(base + "layers.0")
+    if not all(hasattr(first, name) for name in ("input_layernorm", "post_attention_layernorm", "self_attn")):
+        raise ConfigError(
+            f"training.tensor.sequence_parallel is known for models built as llama is, not for {model.config.model_type}; "
+            "set it to false"
+        )
+    return _along_the_sequence(base, said)
+
+
+def _along_the_sequence(base: str, said: dict[str, str]) -> dict[str, ParallelStyle]:
+    """Between attention and MLP, every rank has its part of the sequence. Attention sees all of it."""
+    plan: dict[str, ParallelStyle] = {
+        base + "layers.0": PrepareModuleInput(
+            input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+        ),
+        base + "layers.*.input_layernorm": SequenceParallel(use_local_output=True),
+        base + "layers.*.post_attention_layernorm": SequenceParallel(use_local_output=True),
+        base + "layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+            use_local_output=True,
+        ),
+        base + "norm": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+        ),
+    }
+    for name, style in said.items():
+        if style == "rowwise":
+            plan[base + name] = RowwiseParallel(output_layouts=Shard(1))
+        else:
+            plan[base + name] = ColwiseParallel(input_layouts=Replicate() if "self_attn" in name else Shard(1))
+    return plan
 
 
 def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> Any:
@@ -76,8 +135,10 @@ def _for_training(config: Any) -> Any:
 
 def _dropouts(defaults: Any, rate: float) -> dict[str, float]:
     """Every dropout that the architecture has; 0 switches off the ones that are on by default."""
-    names = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout")
-    return {name: rate for name in names if hasattr(defaults, name)}
+    ends = ("dropout", "_pdrop", "_dropout_prob")
+    return {
+        name: rate for name, value in vars(defaults).items() if name.endswith(ends) and isinstance(value, int | float)
+    }
 
 
 def _cannot_load(name: str, error: Exception) -> DataError:

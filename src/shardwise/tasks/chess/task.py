@@ -17,7 +17,7 @@ from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.errors import DataError
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.games import load_games, read_move
-from shardwise.tasks.chess.model import build_language_model
+from shardwise.tasks.chess.model import build_language_model, split_language_model
 from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
 
 IGNORED = -100
@@ -28,6 +28,8 @@ POSITIONS_PER_GAME = 4
 class ChessTask(Task):
     Data, Tokenizer, Model = ChessData, ChessTokenizer, ChessModel
     unit = "tokens"
+    _length_multiple = 1
+    """Games are padded to a multiple of this: ranks that share a sequence take equal parts of it."""
 
     @cached_property
     def tokenizer(self) -> GameTokenizer:
@@ -53,6 +55,10 @@ class ChessTask(Task):
 
     def build_model(self) -> nn.Module:
         return build_language_model(self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len)
+
+    def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any] | None:
+        self._length_multiple = ranks if sequence_parallel else 1
+        return split_language_model(model, ranks, sequence_parallel=sequence_parallel)
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
         """Rows padded on the right to the longest; targets are the next tokens, padding ignored."""
@@ -114,7 +120,9 @@ class ChessTask(Task):
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         # No attention mask: with padding on the right, causal attention never reaches it, and the fast path stays open.
-        return model(input_ids=ids).logits
+        length = ids.shape[1]
+        padded = F.pad(ids, (0, -length % self._length_multiple), value=self.tokenizer.pad_id)
+        return model(input_ids=padded).logits[:, :length]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Loss:
         flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")

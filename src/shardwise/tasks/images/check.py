@@ -21,8 +21,18 @@ AT_ONCE = 256
 SHOWN = 5
 
 
-def check_images(pictures: Pictures) -> None:
-    """Raises one error that names the images which cannot be read."""
+def check_images(*parts: Pictures) -> None:
+    """Raises one error that names the images of all parts which cannot be read."""
+    problems = [problem for pictures in parts for problem in _problems(pictures)]
+    if problems:
+        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
+        raise DataError(
+            f"{len(problems)} of {sum(map(len, parts))} images cannot be used. Replace or remove them:{listed}{more}"
+        )
+
+
+def _problems(pictures: Pictures) -> list[str]:
     keys = {index: _digest(key) for index in range(len(pictures)) if (key := pictures.key(index)) is not None}
     record = _record_of(pictures.place)
     known = _read(record)
@@ -37,12 +47,7 @@ def check_images(pictures: Pictures) -> None:
     finally:  # interrupted or not: what was found good need not be looked at again
         if new:
             _write(record, known)
-    if problems:
-        more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-        listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
-        raise DataError(
-            f"{len(problems)} of {len(pictures)} images cannot be used. Replace or remove them:{listed}{more}"
-        )
+    return problems
 
 
 def _digest(key: str) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 from PIL import Image
 
 from shardwise.config.images import ImagesData
-from shardwise.errors import DataError, MissingExtra
+from shardwise.data.hub import load_split, require_column
+from shardwise.errors import DataError
 from shardwise.tasks.images.pictures import Pictures, decode
 
 if TYPE_CHECKING:
@@ -46,29 +47,10 @@ def read_hub(options: ImagesData) -> tuple[list[str], HubImages, HubImages | Non
     return classes, train, _rows(_with_columns(options, options.valid_split), options, options.valid_split, classes)
 
 
-def load_split(name: str, split: str) -> Dataset:
-    """The one place where the name of a data set is looked up."""
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra.of("datasets", "images", "data.source: hub") from None
-    try:
-        return datasets.load_dataset(name, split=split)
-    except Exception as error:  # whatever a data set's own reader raises
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
-        raise DataError(
-            f"data.dataset: {name!r} (split {split!r}) is neither a folder that `datasets` can read nor found on the hub: "
-            f"{reason}"
-        ) from error
-
-
 def _with_columns(options: ImagesData, split: str) -> Dataset:
-    dataset = load_split(str(options.dataset), split)
-    for key, column in (("image_column", options.image_column), ("label_column", options.label_column)):
-        if column not in dataset.column_names:
-            raise DataError(
-                f"data.{key}: {options.dataset!r} has no column {column!r}; it has {', '.join(dataset.column_names)}"
-            )
+    dataset = load_split(str(options.dataset), split, extra="images")
+    for key in ("image_column", "label_column"):
+        require_column(dataset, str(options.dataset), key, getattr(options, key))
     return dataset
 
 

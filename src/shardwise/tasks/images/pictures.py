@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardwise.config.seeds import Purpose
+from shardwise.data.holdout import hold_out
 from shardwise.errors import DataError
 
 DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
@@ -85,10 +85,10 @@ def held_out(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray
     train: list[np.ndarray] = []
     valid: list[np.ndarray] = []
     for label in np.unique(labels):
-        order = np.random.default_rng([seed, Purpose.SPLIT, int(label)]).permutation(np.flatnonzero(labels == label))
-        number = min(len(order) - 1, max(1, round(fraction * len(order))))  # a single image is for training
-        valid.append(order[:number])
-        train.append(order[number:])
+        of_class = np.flatnonzero(labels == label)
+        kept, out = hold_out(len(of_class), fraction, seed, int(label))
+        train.append(of_class[kept])
+        valid.append(of_class[out])
     if not sum(len(part) for part in valid):
         raise DataError("no class has two images, so none can be held out for validation: add images")
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(valid))

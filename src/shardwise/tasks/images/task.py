@@ -62,8 +62,7 @@ class ImagesTask(Task):
         )
 
     def prepare_data(self) -> None:
-        check_images(self._images.train)
-        check_images(self._images.valid)
+        check_images(self._images.train, self._images.valid)
 
     def train_data(self) -> Views:
         return Views(self._images.train, self.look, training=True)
@@ -79,7 +78,7 @@ class ImagesTask(Task):
                 "fails on the mixture): use bf16-mixed"
             )
         # fully_shard refuses weights in any other than the plain order (torch 2.13).
-        if self._model_options.channels_last and self.config.strategy_on(1) != "fsdp":
+        if self._model_options.channels_last and self.config.strategy_on(1) not in ("fsdp", "pipeline", "tensor"):
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 

@@ -1,4 +1,4 @@
-"""Pictures of a few validation subjects: the slice with most foreground, with the truth and the prediction over it."""
+"""Pictures of a few validation subjects: the slice that shows most, with the truth and the prediction over it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def overlay_row(
 
     `image` [channels, x, y, z], `mask` and `prediction` [1, x, y, z].
     """
-    areas = (mask[0] > 0).sum(dim=(0, 1))
-    depth = int(areas.argmax()) if int(areas.max()) else mask.shape[-1] // 2
+    depth = telling_slice(mask[0])
     sides = image.shape[1:3]
     margin = (0, frame[1] - sides[1], 0, frame[0] - sides[0])
     columns = {
@@ -38,6 +37,18 @@ def overlay_row(
         "spacing": spacing,
     }
     return Rows(key.reshape(1), {name: column.unsqueeze(0) for name, column in columns.items()})
+
+
+def telling_slice(mask: Tensor) -> int:
+    """Of the slices [:, :, z], the one with the most classes, and among those the one with the most foreground."""
+    classes = int(mask.max()) + 1
+    # Slice by slice: counting in the whole volume at once would need eight bytes per voxel.
+    counts = torch.stack([mask[:, :, z].flatten().bincount(minlength=classes) for z in range(mask.shape[-1])])[:, 1:]
+    areas = counts.sum(dim=1)
+    if not int(areas.sum()):
+        return mask.shape[-1] // 2
+    voxels = mask.shape[0] * mask.shape[1]
+    return int(((counts > 0).sum(dim=1) * (voxels + 1) + areas).argmax())
 
 
 def draw_overlays(rows: Rows, names: Sequence[str], classes: Sequence[str], file: Path, step: int) -> None:

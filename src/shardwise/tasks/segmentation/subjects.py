@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from shardwise.config.seeds import Purpose
 from shardwise.config.segmentation import SegmentationData, check_class_names
+from shardwise.data.holdout import hold_out
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_subjects
 
@@ -150,12 +148,8 @@ def _hold_out(subjects: list[Subject], share: float, seed: int) -> Split:
             f"{len(subjects)} subject cannot be split into training and validation ({subjects[0].image}): "
             "there must be two or more"
         )
-    order = np.random.default_rng([seed, Purpose.SPLIT]).permutation(len(subjects))
-    held_out = set(order[: min(len(subjects) - 1, max(1, round(share * len(subjects))))].tolist())
-    return Split(
-        train=[subject for index, subject in enumerate(subjects) if index not in held_out],
-        valid=[subject for index, subject in enumerate(subjects) if index in held_out],
-    )
+    train, valid = ([subjects[index] for index in part] for part in hold_out(len(subjects), share, seed))
+    return Split(train, valid)
 
 
 def _apart(train: list[Subject], valid: list[Subject]) -> Split:

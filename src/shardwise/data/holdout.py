@@ -1,0 +1,18 @@
+"""Which samples are held out for validation, where the data does not say so itself: a share, chosen by the seed."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.config.seeds import Purpose
+
+
+def hold_out(number: int, share: float, seed: int, *group: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Indices to train on and indices held out, both ascending: about `share` of them, but at least one on either side.
+
+    A single sample is for training. `group` tells apart what is split by itself, such as each class of images.
+    """
+    order = np.random.default_rng([seed, Purpose.SPLIT, *group]).permutation(number)
+    count = min(number - 1, max(1, round(share * number)))
+    return np.sort(order[count:]), np.sort(order[:count])

@@ -1,0 +1,360 @@
+"""Pipeline parallelism: the blocks of a model are cut into stages, and micro-batches pass from one to the next.
+
+The model's own code runs on every stage, from the top. The blocks that a stage does not have are stood in for: one
+before its own hands on what the stage before sent, one after them ends the forward pass there. So what lies around the
+blocks (masks, positions, rotary tables) is computed on every stage from the batch, and any task that names its blocks
+can be cut. Weights outside the blocks belong to the first stage if they are registered before the blocks, else to the
+last; on the others zeros that take no memory stand in for them.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.config import Fsdp, Training
+from shardwise.config.schema import Pipeline as Options
+from shardwise.errors import ConfigError
+from shardwise.parallel.layout import Layout
+from shardwise.parallel.recompute import recompute
+from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
+from shardwise.parallel.stages import Leave, Piece, Sketch, cut_evenly, graft, has_shared_ends, weigh
+from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
+
+Boundary = tuple[torch.Size, torch.dtype]
+
+
+class MicroBatch(Protocol):
+    inputs: Any
+
+
+Forward = Callable[[nn.Module, Any], Tensor]
+"""(model, micro-batch) → its weighted loss."""
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+_FINE = ("interleaved", "zero_bubble")
+
+
+def build_pipeline(
+    shape: nn.Module, find_blocks: FindBlocks, weights: Weights, training: Training, layout: Layout, micro_batches: int
+) -> Pipeline:
+    """This rank's pieces of the model, each with its own weights."""
+    options = training.pipeline or Options()
+    stages = layout.size("stage")
+    count = stages * (options.pieces_per_rank if options.schedule in _FINE else 1)
+    shape = copy.deepcopy(shape).to("meta")
+    blocks = find_blocks(shape)
+    _check(options, training, len(blocks), count, stages, micro_batches)
+    if options.schedule == "zero_bubble" and has_shared_ends(shape, blocks):
+        raise ConfigError(
+            "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
+            "untie them, or use interleaved"
+        )
+    edges = cut_evenly(weigh(shape, blocks), count)
+    pieces = []
+    for number in range(layout.stage, count, stages):
+        model = copy.deepcopy(shape)
+        piece = Piece(model, find_blocks(model), number, edges, layout.world.device)
+        own = recompute(model, piece.own_blocks, training.fsdp or Fsdp())
+        if training.fsdp is not None:
+            refuse_what_cannot_be_sharded(model)
+            shard(piece, own, training, layout)
+        materialize(piece, layout.world.device)
+        pieces.append(piece)
+    _receive(pieces, weights, layout)
+    sketch = Sketch(shape, find_blocks, layout.world.device)
+    return Pipeline(shape, sketch, pieces, edges, options, layout, micro_batches, sharded=training.fsdp is not None)
+
+
+def predicted_bubble(options: Options, stages: int, micro_batches: int) -> float:
+    """The share of a step in which a rank waits, if forward takes half of backward and all stages take as long."""
+    if options.schedule == "zero_bubble":  # weight gradients, a third of the work, fill two thirds of the gaps
+        return (stages - 1) / (3 * micro_batches * options.pieces_per_rank + stages - 1)
+    fine = options.pieces_per_rank if options.schedule == "interleaved" else 1
+    return (stages - 1) / (micro_batches * fine + stages - 1)
+
+
+class Pipeline(nn.Module):
+    """What the task calls to evaluate; `run` is what trains."""
+
+    def __init__(
+        self,
+        shape: nn.Module,
+        sketch: Sketch,
+        pieces: list[Piece],
+        edges: list[int],
+        options: Options,
+        layout: Layout,
+        micro_batches: int,
+        *,
+        sharded: bool,
+    ) -> None:
+        super().__init__()
+        self.pieces = nn.ModuleList(pieces)
+        self.edges, self.options, self.layout, self.sharded = edges, options, layout, sharded
+        self.micro_batches = micro_batches
+        self.group = layout.mesh["stage"].get_group()
+        self._shape = [shape]  # in a list: it is not a part of this rank's model
+        self._sketch = sketch
+        self.names = graft(shape, pieces)
+        self._known: dict[Any, list[Boundary]] = {}
+        self._room: list[int] = [0] * (len(edges) - 2)
+        self._schedule: Any = None
+        self._forward: Forward = _nothing
+        self._batch: Sequence[MicroBatch] = ()
+        self._boundaries: list[list[Boundary]] = []
+        self.busy = 0.0
+        """Seconds of computing in the last step, where they can be told from the host."""
+
+    @property
+    def whole(self) -> nn.Module:
+        """The shape of the whole model, on the meta device."""
+        shape: nn.Module = self._shape[0]
+        return shape
+
+    @property
+    def count(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def bubble(self) -> float:
+        return predicted_bubble(self.options, self.layout.size("stage"), self.micro_batches)
+
+    # ---------------------------------------------------------------- training
+
+    def run(self, batch: Sequence[MicroBatch], forward: Forward) -> None:
+        """Forward and backward of all micro-batches, in the order of the schedule. Gradients are those of all copies."""
+        self._forward, self._batch = forward, batch
+        self._boundaries = [self._boundaries_of(micro) for micro in batch]
+        self._make_room()
+        numbers = torch.arange(len(batch)).unsqueeze(1)
+        self.busy = 0.0
+        first = (numbers,) if any(piece.is_first for piece in self.pieces) else ()
+        self._schedule.step(*first, target=numbers, return_outputs=False, number=numbers)
+        self._reduce()
+
+    def _make_room(self) -> None:
+        """Activations travel in buffers of one size, which must hold the largest so far."""
+        needed = [max(each[boundary][0].numel() for each in self._boundaries) for boundary in range(self.count - 1)]
+        if self._schedule is not None and all(a <= b for a, b in zip(needed, self._room, strict=True)):
+            return
+        self._room = [max(a, b) for a, b in zip(needed, self._room, strict=True)]
+        stages = [self._stage(piece) for piece in self.pieces]
+        kind = _SCHEDULES[self.options.schedule]
+        self._schedule = kind(
+            stages if self.options.schedule in _FINE else stages[0],
+            self.micro_batches,
+            loss_fn=lambda output, target: output,
+            scale_grads=False,
+        )
+
+    def _stage(self, piece: Any) -> PipelineStage:
+        def buffer(boundary: int) -> Tensor:
+            dtype = self._boundaries[0][boundary][1]
+            return torch.empty(self._room[boundary], dtype=dtype, device="meta", requires_grad=True)
+
+        piece.work = self._work
+        stage = PipelineStage(
+            piece,
+            piece.number,
+            self.count,
+            self.layout.world.device,
+            input_args=torch.empty(1, 1, dtype=torch.int64, device="meta")
+            if piece.is_first
+            else buffer(piece.number - 1),
+            output_args=torch.empty((), device="meta", requires_grad=True) if piece.is_last else buffer(piece.number),
+            group=self.group,
+        )
+        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+            setattr(stage, name, partial(self._timed, getattr(stage, name)))
+        return stage
+
+    def _timed(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = action(*args, **kwargs)
+        self.busy += time.perf_counter() - began
+        return result
+
+    def _work(self, piece: Piece, incoming: Tensor, number: int) -> Tensor:
+        """One micro-batch through one piece: from a buffer to a buffer, or to the loss."""
+        boundaries = self._boundaries[number]
+        if not piece.is_first:
+            shape, _ = boundaries[piece.number - 1]
+            piece.received = incoming[: shape.numel()].view(shape)
+        try:
+            return self._forward(piece.model, self._batch[number])
+        except Leave as leave:
+            hidden = leave.hidden
+        _, dtype = boundaries[piece.number]
+        flat = hidden.to(dtype).flatten()
+        return F.pad(flat, (0, self._room[piece.number] - len(flat)))
+
+    def _boundaries_of(self, micro: MicroBatch) -> list[Boundary]:
+        """What the pieces hand on for this micro-batch, found on the meta device once for inputs of each shape."""
+        key = tuple((leaf.shape, leaf.dtype) for leaf in tree_leaves(micro.inputs) if isinstance(leaf, Tensor))
+        if key not in self._known:
+            outputs = self._sketch.outputs_of(lambda model: self._forward(model, micro))
+            self._known[key] = [(outputs[edge - 1].shape, outputs[edge - 1].dtype) for edge in self.edges[1:-1]]
+        return self._known[key]
+
+    def _reduce(self) -> None:
+        """Weights that the first and the last stage share get the sum of both gradients; replicas their average."""
+        for parameter in self.shared:
+            self._add_partners(parameter)
+        if self.sharded or self.layout.data_size == 1:
+            return
+        grads = [parameter.grad for parameter in self.names.parameters() if parameter.grad is not None]
+        for dtype in {grad.dtype for grad in grads}:
+            alike = [grad for grad in grads if grad.dtype == dtype]
+            flat = torch.cat([grad.flatten() for grad in alike])
+            dist.all_reduce(flat, group=self.layout.copies)
+            flat /= self.layout.data_size
+            for grad, part in zip(alike, flat.split([grad.numel() for grad in alike]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    @property
+    def shared(self) -> list[nn.Parameter]:
+        """Weights of this rank that the stage at the other end of the pipeline holds too."""
+        pieces: Any = self.pieces
+        return [parameter for piece in pieces for parameter in piece.shared()]
+
+    @property
+    def counted_elsewhere(self) -> set[int]:
+        """Of those, the ids of the ones whose gradient the first stage counts in the norm."""
+        return set() if self.layout.stage == 0 else {id(parameter) for parameter in self.shared}
+
+    def _add_partners(self, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        if grad is None:
+            grad = parameter.grad = torch.zeros_like(parameter)
+        mine = grad.to_local() if isinstance(grad, DTensor) else grad
+        theirs = torch.empty_like(mine)
+        last = self.layout.size("stage") - 1
+        partner = dist.get_global_rank(self.group, last - self.layout.stage)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, mine, partner, self.group), dist.P2POp(dist.irecv, theirs, partner, self.group)]
+        )
+        for work in works:
+            work.wait()
+        mine += theirs
+
+    def norm_over_stages(self, norm: Tensor) -> Tensor:
+        total = norm.square()
+        dist.all_reduce(total, group=self.group)
+        return total.sqrt()
+
+    # ---------------------------------------------------------------- evaluation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model, one stage after the other; every stage gets the result."""
+        if not self._known:  # nobody has looked at the model yet
+            self._sketch.outputs_of(lambda model: model(*args, **kwargs))
+        stages = self.layout.size("stage")
+        hidden: Any = None
+        for number in range(self.count):
+            here, there = number % stages, (number + 1) % stages
+            if here == self.layout.stage:
+                piece: Any = self.pieces[number // stages]
+                hidden = piece(hidden, job=lambda model: model(*args, **kwargs))
+            if number < self.count - 1 and here != there:
+                hidden = self._hand_on(hidden, here, there)
+        box = [tree_map_only(Tensor, Tensor.cpu, hidden)]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, stages - 1), group=self.group)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(self.layout.world.device), box[0])
+
+    def _hand_on(self, hidden: Any, here: int, there: int) -> Any:
+        if self.layout.stage == here:
+            target = dist.get_global_rank(self.group, there)
+            dist.send_object_list([(hidden.shape, hidden.dtype)], dst=target, group=self.group)
+            dist.send(hidden.contiguous(), dst=target, group=self.group)
+        elif self.layout.stage == there:
+            source = dist.get_global_rank(self.group, here)
+            about: list[Any] = [None]
+            dist.recv_object_list(about, src=source, group=self.group)
+            hidden = torch.empty(about[0][0], dtype=about[0][1], device=self.layout.world.device)
+            dist.recv(hidden, src=source, group=self.group)
+        return hidden
+
+
+def _nothing(model: nn.Module, micro: Any) -> Tensor:
+    raise NotImplementedError
+
+
+def _check(options: Options, training: Training, blocks: int, pieces: int, stages: int, micro_batches: int) -> None:
+    if blocks < pieces:
+        raise ConfigError(
+            f"strategy pipeline: the model has {blocks} block(s), too few for {pieces} pieces ({options.schedule} on {stages} "
+            "stages). Use fewer training.pipeline.stages, or fsdp"
+        )
+    if training.precision == "16-mixed":
+        raise ConfigError(
+            "strategy pipeline does not go with precision 16-mixed, whose overflows the stages would each "
+            "judge on their own; use bf16-mixed"
+        )
+    if training.ddp.comm_hook != "none":
+        raise ConfigError(
+            f"training.ddp.comm_hook: {training.ddp.comm_hook} works under ddp and zero1, not in a pipeline"
+        )
+    if training.fsdp is not None and training.fsdp.cpu_offload:
+        raise ConfigError("training.fsdp.cpu_offload does not go with strategy pipeline; fsdp alone can do it")
+    rounds = max(1, micro_batches // stages)
+    fits = (
+        micro_batches % rounds == 0
+        if options.schedule in _FINE
+        else micro_batches >= stages or options.schedule == "gpipe"
+    )
+    if not fits:
+        raise ConfigError(
+            f"training.pipeline.schedule: {options.schedule} on {stages} stages cannot take {micro_batches} micro-batch(es) per "
+            f"step: set training.gradient_accumulation to {stages * max(1, -(-micro_batches // stages))}"
+        )
+
+
+def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
+    """Each tensor travels to all ranks in turn, and stays where it is needed: no rank ever holds the whole model."""
+    world = layout.world
+    whole = {**weights.state, **weights.buffers}
+    wanted = [
+        {original_name(name) for name, _ in [*piece.model.named_parameters(), *piece.model.named_buffers()]}
+        for piece in pieces
+    ]
+    kept: list[dict[str, Tensor]] = [{} for _ in pieces]
+    for name, (shape, dtype) in world.from_first(
+        {name: (each.shape, each.dtype) for name, each in whole.items()}
+    ).items():
+        tensor = (
+            whole[name].to(world.device) if world.is_first else torch.empty(shape, dtype=dtype, device=world.device)
+        )
+        dist.broadcast(tensor, src=0)
+        for names, own in zip(wanted, kept, strict=True):
+            if name in names:
+                own[name] = tensor
+    for piece, own in zip(pieces, kept, strict=True):
+        names = {original_name(name) for name in piece.model.state_dict()}
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(piece.model, {name: own[name] for name in own if name in names}, options=options)
+        for name, buffer in piece.model.named_buffers():
+            buffer.copy_(own[original_name(name)])

@@ -1,0 +1,122 @@
+"""A whole copy of the model on every rank (ddp, zero1), or on every device of one process (dp)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from shardwise.config import Ddp
+from shardwise.errors import ConfigError
+from shardwise.parallel.world import World
+
+
+def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[DistributedDataParallel, PowerSGD | None]:
+    # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
+    changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    model = DistributedDataParallel(
+        module,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        bucket_cap_mb=_bucket(module, options, world),
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
+    )
+    return model, _compress(model, options, world)
+
+
+class PowerSGD:
+    """PowerSGD's memory of a rank: what its low-rank gradients left out so far, and where the next ones start from."""
+
+    def __init__(self, state: powerSGD_hook.PowerSGDState) -> None:
+        self.state = state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {
+            f"{kind} {bucket}": tensor
+            for kind in _MEMORIES
+            for bucket, tensor in getattr(self.state, f"{kind}_dict").items()
+        }
+        drawn: Any = self.state.rng.get_state()
+        _, numbers, position, has_gauss, gauss = drawn
+        draws = torch.tensor([*numbers.tolist(), position, has_gauss, gauss], dtype=torch.float64)  # all fit exactly
+        return {**found, "draws": draws, "steps": torch.tensor(self.state.iter)}
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        for kind in _MEMORIES:
+            memory = {name.split()[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{kind} ")}
+            setattr(self.state, f"{kind}_dict", {int(bucket): tensor for bucket, tensor in memory.items()})
+        *numbers, position, has_gauss, gauss = tensors["draws"].tolist()
+        self.state.rng.set_state(("MT19937", np.array(numbers, np.uint32), int(position), int(has_gauss), gauss))
+        self.state.iter = int(tensors["steps"])
+
+
+_MEMORIES = ("error", "p_memory", "q_memory")
+
+
+def over_devices(module: nn.Module) -> nn.Module:
+    """One process, all CUDA devices; with one, or none, the plain module."""
+    return DataParallel(module) if torch.cuda.device_count() > 1 else module
+
+
+def gradient_bytes(module: nn.Module, options: Ddp) -> tuple[int, int]:
+    """Bytes of gradients that a rank hands over per step: whole, and compressed."""
+    sizes = [
+        (parameter.shape, parameter.element_size()) for parameter in module.parameters() if parameter.requires_grad
+    ]
+    whole = sum(shape.numel() * size for shape, size in sizes)
+    if options.comm_hook in ("fp16", "bf16"):
+        return whole, sum(shape.numel() * 2 for shape, _ in sizes)
+    if options.comm_hook == "powersgd":
+        return whole, sum(_low_rank(shape, options.powersgd_rank) * size for shape, size in sizes)
+    return whole, whole
+
+
+# torch 2.13 renames DDP's option and warns about the old name; 2.11 knows only that.
+_BUFFER_OPTION = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def _bucket(module: nn.Module, options: Ddp, world: World) -> float:
+    """In MB. PowerSGD answers one collective with the next; over gloo those of several buckets get into each other's way
+    (torch 2.13: a hang), so all gradients travel in one."""
+    if options.comm_hook != "powersgd" or world.device.type == "cuda":
+        return options.bucket_cap_mb
+    return 1 + sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) / 2**20
+
+
+def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> PowerSGD | None:
+    if options.comm_hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif options.comm_hook == "bf16":
+        if world.device.type == "cpu":
+            raise ConfigError("training.ddp.comm_hook: bf16 needs NCCL; between CPU ranks fp16 does the same")
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif options.comm_hook == "powersgd":
+        state: Any = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=options.powersgd_rank,
+            start_powerSGD_iter=options.powersgd_warmup_steps,
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return PowerSGD(state)
+    return None
+
+
+def _low_rank(shape: torch.Size, rank: int) -> int:
+    """Numbers that PowerSGD sends of a tensor: two thin matrices where that is less by half, else all of it."""
+    if len(shape) < 2:
+        return shape.numel()
+    rows, columns = shape[0], math.prod(shape[1:])
+    thin = min(rows, columns, rank) * (rows + columns)
+    return thin if thin * 2 < rows * columns else rows * columns

@@ -1,0 +1,109 @@
+"""From a recipe for a model to its weights, made once, on the CPU of rank 0.
+
+The other ranks only know the shape (PyTorch's meta device).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.config import Training
+from shardwise.parallel.world import World
+
+Build = Callable[[], nn.Module]
+FindBlocks = Callable[[nn.Module], list[nn.Module]]
+
+
+def build_shape(build: Build) -> nn.Module:
+    """The model on the meta device: no memory, no weights. A model that cannot be built there is built for real."""
+    try:
+        with torch.device("meta"):
+            shape = build()
+    except Exception:
+        return build()  # if the model is at fault and not the device, this says so
+    # A tensor that is neither parameter nor buffer could not be filled later.
+    loose = any(_holds_meta(value) for module in shape.modules() for value in _attributes(module))
+    return build() if loose else shape
+
+
+def materialize(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move to the device; tensors on meta become empty ones. Unlike Module.to_empty, tied weights stay tied
+    (torch 2.13 makes a new parameter for each owner)."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in moved:
+                here = parameter.device == device
+                moved[id(parameter)] = (
+                    parameter if here else nn.Parameter(_on(parameter.data, device), parameter.requires_grad)
+                )
+            module._parameters[name] = moved[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = _on(buffer, device)
+    return model
+
+
+def cast_parameters(model: nn.Module, training: Training) -> None:
+    """bf16-true keeps the weights in bf16. Buffers stay: statistics and rotary frequencies need their digits."""
+    if training.precision == "bf16-true":
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.bfloat16()
+
+
+@dataclass
+class Weights:
+    """The parameters and buffers that rank 0 made; empty on the others."""
+
+    state: dict[str, Any]
+    buffers: dict[str, torch.Tensor]
+
+
+def rank_zero_weights(build: Build, shape: nn.Module, training: Training, world: World) -> Weights:
+    if not world.is_first:
+        return Weights({}, {})
+    whole = build()
+    if whole is shape:  # the caller's own module, already built: spreading will take its tensors apart
+        whole = copy.deepcopy(whole)
+    cast_parameters(whole, training)
+    return Weights(dict(whole.state_dict()), dict(whole.named_buffers()))
+
+
+def broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: World) -> None:
+    """Buffers come from rank 0 too, those that no state dict carries (rotary frequencies) included."""
+    for name, buffer in model.named_buffers():
+        if world.is_first:
+            buffer.copy_(whole[original_name(name)])
+        if world.size > 1:
+            dist.broadcast(buffer, src=0)
+
+
+def original_name(name: str) -> str:
+    """The name that a parameter or buffer had before its block was wrapped to be recomputed."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+
+
+def _holds_meta(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_meta(item) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_meta(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

@@ -1,0 +1,9 @@
+"""Before the run: what a model needs, and which strategy suits it.
+
+Builds shapes on the meta device; nothing here trains.
+"""
+
+from shardwise.plan.advise import Advice, Machines, advise
+from shardwise.plan.memory import ModelSizes, StateBytes, state_bytes
+
+__all__ = ["Advice", "Machines", "ModelSizes", "StateBytes", "advise", "state_bytes"]
