@@ -242,7 +242,8 @@ class Recorder:
             loss=session.loss(result),
             grad_norm=result.grad_norm,
             lr=result.lr,
-            ids=batch.ids,
+            # Ranks of a pipeline, or that share every matrix, work on the same samples: one speaks for all.
+            ids=batch.ids if session.layout.counts else [],
             count=result.count,
             global_count=result.global_count,
             skipped=result.skipped,
