@@ -5,6 +5,7 @@ What people get wrong in loops of their own: verify must catch every one of them
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from shardwise.engine import step
 from shardwise.engine.session import Session
 from shardwise.parallel import Spread
 
-spread_module: Any = __import__("shardwise.parallel.spread", fromlist=["spread"])
+spread_module: Any = importlib.import_module("shardwise.parallel.spread")  # the package has a function of that name
+replicate_module: Any = importlib.import_module("shardwise.parallel.replicate")
 engine: Any = session_module
 steps: Any = step
 data: Any = loader
@@ -83,15 +85,15 @@ def nothing_is_synchronised() -> None:
 
 
 def one_parameter_is_not_synchronised() -> None:
-    replicate = spread_module._replicate
+    replicate = spread_module.replicate
 
-    def forgetful(module: nn.Module, *args: Any) -> Spread:
+    def forgetful(module: nn.Module, *args: Any) -> Any:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["norm.weight"])
         if _rank():  # DDP sends what it ignores to nobody
             nn.init.ones_(module.norm.weight)  # type: ignore[arg-type, union-attr]
         return replicate(module, *args)
 
-    spread_module._replicate = forgetful
+    spread_module.replicate = forgetful
 
 
 def every_rank_seeds_its_own_weights() -> None:
@@ -108,7 +110,7 @@ def every_rank_seeds_its_own_weights() -> None:
 
     Session._build = build  # type: ignore[method-assign]
     spread_module.build_shape = lambda build: build()
-    spread_module.DistributedDataParallel = Unsent
+    replicate_module.DistributedDataParallel = Unsent
 
 
 def buffers_are_not_sent_at_the_start() -> None:
@@ -119,7 +121,7 @@ def buffers_are_not_sent_at_the_start() -> None:
             elif name in whole:
                 buffer.copy_(whole[name])
 
-    spread_module._broadcast_buffers = forget
+    spread_module.broadcast_buffers = forget
 
 
 def running_buffers_are_not_shared() -> None:

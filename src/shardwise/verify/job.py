@@ -123,6 +123,8 @@ def config_for(config: Config, job: Job) -> Config:
         copies = 1 if job.spread == "split" else asked.copies_on(job.world)
         per_rank = batching.world * batching.accumulation // copies
         put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_rank}
+    if asked.training.ddp.comm_hook != "none":  # compressed gradients are other gradients, by design
+        put["ddp"] = asked.training.ddp.model_dump(exclude_unset=True) | {"comm_hook": "none"}
     folder = job.run_folder or job.folder / "run"
     return Changes(put, frozenset(leave_out)).applied(asked, run_dir=str(folder))
 

@@ -72,6 +72,7 @@ class Probe:
     """How far the gradient moves when the batch is computed in micro-batches."""
     split_matters_without_batch_norm: float
     clip_said: str = ""
+    comm_hook: str = "none"
 
     @property
     def by_batch_norm(self) -> bool:
@@ -133,6 +134,7 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
         if has_batch_norm and split > SPLIT_MATTERS
         else split,
         clip_said=said,
+        comm_hook=config.training.ddp.comm_hook,
     )
 
 

@@ -333,4 +333,8 @@ class _Proof:
             lines.append(
                 "in this precision rounding explains much: --set training.precision=32-true sees far smaller errors"
             )
+        if probe.comm_hook != "none":
+            lines.append(
+                f"comm_hook {probe.comm_hook} is switched off: compressed gradients are other gradients, by design"
+            )
         return lines + ([probe.clip_said] if probe.clip_said else [])
