@@ -151,6 +151,7 @@ class _Proof:
         runs = self._run([ranks, one, again[0]])
         for name in ("one process", "reordered 1"):
             self._must_run(runs[name])
+        self._must_be_accepted(runs[ranks.name])
         fine = runs[ranks.name].fine
 
         killed = replace(ranks, name="killed ranks", folder=folder / "killed", kill_at=kill_at, watched=False)
@@ -165,6 +166,8 @@ class _Proof:
         runs |= self._run(second)
         for job in (split, again[1]):
             self._must_run(runs[job.name])
+        if against is not None:
+            self._must_be_accepted(runs[str(against)])
 
         single, record = run_of(runs["one process"]), runs["one process"].record()
         start = record["initial_weights"]
@@ -200,6 +203,12 @@ class _Proof:
             error = outcome.first_error()
             trace = f"\n{error.trace}" if error and not error.for_user else ""
             raise LaunchError(f"one process cannot run it. {trouble_of(outcome).what}{trace}\n{log}".rstrip())
+
+    def _must_be_accepted(self, outcome: Outcome) -> None:
+        """Nor is one that the ranks refuse before their first step, with a reason."""
+        error = outcome.first_error()
+        if error and error.for_user and not any(rank.steps or "step" in rank.phase for rank in outcome.ranks):
+            raise ConfigError(f"{outcome.job.name}: {error.message}")
 
     def _other_job(self, ranks: Job, against: Path, probe: Any) -> Job:
         other = self._read(against)
