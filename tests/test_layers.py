@@ -26,6 +26,7 @@ EVERYTHING = {
     "launch",
     "plan",
     "bench",
+    "verify",
 }
 
 # Besides itself, `config` and `errors`, which every room may import.
@@ -40,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": set(),
     "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
+    "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch"},
     "cli": EVERYTHING,
 }
 

@@ -64,7 +64,7 @@ class FreshRanks:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.distributed.work", "transformers"])
+        self._context.set_forkserver_preload(["tests.distributed.work", "transformers", "shardwise.verify.warm"])
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         port = _free_port()

@@ -13,6 +13,7 @@ from shardwise.errors import ShardwiseError
 
 VERBS = {
     "train": "run it: one process, all local devices, or a rank of a bigger job",
+    "verify": "prove that N ranks compute what one would",
     "config": "check a config, show it resolved, print its schema",
     "data": "write a sharded copy of cells for full speed, and check one",
     "bench": "measure: whether the data keeps up",
@@ -21,7 +22,6 @@ VERBS = {
 }
 LATER = {
     "plan": "what fits, how fast, what it costs",
-    "verify": "prove that N ranks compute what one would",
     "lint": "mistakes of distributed training, found without running",
     "submit": "Slurm, SageMaker, Kubernetes",
     "report": "one HTML file about a run",

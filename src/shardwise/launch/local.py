@@ -109,7 +109,7 @@ class RankError:
 
 
 def _rank(entry: Callable[..., int], args: tuple[Any, ...], scratch: str, parent: int) -> int:
-    _die_with(parent)
+    die_with(parent)
     try:
         code = entry(*args)
     except BaseException as error:
@@ -216,7 +216,7 @@ def _silence_the_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to end this rank when the agent ends, even by SIGKILL."""
     with contextlib.suppress(OSError, AttributeError):
         pr_set_pdeathsig = 1

@@ -1,0 +1,42 @@
+"""`shardwise verify CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="the YAML file, or a program with a loop of its own (train.py)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="ranks to verify (default: training.num_gpus, or 2)")
+    parser.add_argument("--strategy", metavar="NAME", help="verify this strategy instead of the config's")
+    parser.add_argument("--steps", type=int, default=7, metavar="K", help="optimizer steps of every run (7)")
+    parser.add_argument("--against", metavar="OTHER", help="compare with this config instead of with one process")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. training.batch_size=8"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0: everything holds. 1: something does not. 2: it could not be tried (an error, told by the caller)."""
+    from shardwise.errors import ConfigError
+    from shardwise.verify.proof import verify
+
+    if args.ranks is not None and args.ranks < 1:
+        raise ConfigError(f"--ranks {args.ranks}: must be at least 1")
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    report = verify(
+        args.config,
+        ranks=args.ranks,
+        strategy=args.strategy,
+        steps=args.steps,
+        against=args.against,
+        overrides=args.set,
+        say=say,
+    )
+    print(report.as_json() if args.json else report.as_text())
+    return 0 if report.passed else 1

@@ -1,0 +1,85 @@
+"""Whether every rank holds the same weights and took the same branches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.verify.causes import Cause
+from shardwise.verify.processes import Outcome
+from shardwise.verify.report import Check, Finding
+
+
+def check_agreement(ranks: Outcome) -> list[Check]:
+    if len(ranks.ranks) == 1:
+        return []
+    return [*_weights(ranks), *_buffers(ranks), *_branches(ranks)]
+
+
+def _weights(ranks: Outcome) -> Iterator[Check]:
+    first = ranks.record(0)["weight_digests"]
+    for rank in ranks.ranks[1:]:
+        mine = ranks.record(rank.rank)["weight_digests"]
+        different = [name for name in mine if first.get(name, mine[name]) != mine[name]]
+        if different:
+            steps = len(rank.steps)
+            text = (
+                f"after {steps} steps rank {rank.rank} holds other weights than rank 0: {len(different)} of {len(mine)}, "
+                f"{different[0]} first"
+            )
+            yield _failed("weights", Finding(Cause.SOME_RANKS_UPDATE, text, different[0], rank.rank, steps))
+            return
+    yield Check(
+        "agreement",
+        "weights",
+        "pass",
+        f"{len(first)} parameters are the same on all {len(ranks.ranks)} ranks, bit for bit",
+    )
+
+
+def _buffers(ranks: Outcome) -> Iterator[Check]:
+    """At the checkpoint: buffers are those of rank 0 when they are saved or evaluated with."""
+    first = ranks.record(0)["snapshots"]["saved"]["buffers"]
+    for rank in ranks.ranks[1:]:
+        mine = ranks.record(rank.rank)["snapshots"]["saved"]["buffers"]
+        different = [name for name in mine if first.get(name, mine[name]) != mine[name]]
+        if different:
+            step = ranks.record(0)["snapshots"]["saved"]["steps_done"]
+            text = f"when step {step} is saved, rank {rank.rank} has another {different[0]} than rank 0"
+            yield _failed("buffers", Finding(Cause.STALE_BUFFERS, text, different[0], rank.rank, step))
+            return
+    if first:
+        yield Check(
+            "agreement",
+            "buffers",
+            "pass",
+            f"{len(first)} running buffers are the same on all ranks when they are saved",
+        )
+
+
+def _branches(ranks: Outcome) -> Iterator[Check]:
+    first = ranks.ranks[0].steps
+    for rank in ranks.ranks[1:]:
+        for mine, expected in zip(rank.steps, first, strict=False):
+            for key in ("step", "epoch", "skipped", "stopped", "lr", "global_count"):
+                if mine[key] != expected[key]:
+                    text = (
+                        f"step {mine['step']}: {key} is {mine[key]} on rank {rank.rank} and {expected[key]} on rank 0"
+                    )
+                    yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank.rank, step=mine["step"]))
+                    return
+        if len(rank.steps) != len(first):
+            text = f"rank {rank.rank} took {len(rank.steps)} steps, rank 0 {len(first)}"
+            yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank.rank, step=len(rank.steps)))
+            return
+    skipped = sum(row["skipped"] for row in first)
+    yield Check(
+        "agreement",
+        "branches",
+        "pass",
+        f"{len(first)} steps on every rank, {skipped} skipped; every collective was matched by all ranks "
+        "(TORCH_DISTRIBUTED_DEBUG=DETAIL)",
+    )
+
+
+def _failed(name: str, finding: Finding) -> Check:
+    return Check("agreement", name, "FAIL", finding.what, finding)

@@ -1,0 +1,165 @@
+"""The causes that verify can name: what each means, and what to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class Text:
+    means: str
+    look_at: str
+
+
+class Cause(Enum):
+    """The first found is the one to mend first: the others often follow from it."""
+
+    COLLECTIVE_MISMATCH = Text(
+        "mismatched collectives: the ranks did not call the same collectives in the same order",
+        "code that only some ranks run: `if rank == 0` around something that speaks with the others",
+    )
+    BRANCHES_DIFFER = Text(
+        "the ranks took different branches: one left the loop, the others wait for it",
+        "a decision (stop, save, skip) that each rank takes for itself; agree on it first",
+    )
+    HANG = Text(
+        "the ranks hang",
+        "the place named above; a lock, a queue, or a collective that one rank never calls",
+    )
+    RANDOM_FORWARD = Text(
+        "the forward pass is random although dropout is off (noise, stochastic depth, sampling in the model)",
+        "what the model or the loss draws in training mode; switch it off with --set, and verify again",
+    )
+    ORDER_MATTERS = Text(
+        "the order of the samples within a batch changes the gradient, far beyond rounding",
+        "what is drawn when a batch is put together (collate), or a loss that looks across samples",
+    )
+    DETACHED_PARAMETER = Text(
+        "a trainable parameter gets no gradient",
+        "a detach(), a no_grad() or .data in its path; freeze it if that is meant",
+    )
+    ENGINE_STEP = Text(
+        "one process on its own does not compute what plain PyTorch does",
+        "the training step itself: how the loss is divided, which parameters the optimizer holds",
+    )
+    RANK_FAILED = Text(
+        "a rank failed",
+        "the error above; it comes from the program itself",
+    )
+    TIED_WEIGHT_SPLIT = Text(
+        "a tied weight was split: two names that were one parameter are two after spreading",
+        "how the model is spread: tied modules must stay in one unit, and be moved together",
+    )
+    DIFFERENT_SEEDS = Text(
+        "the ranks start from different weights (different seeds, or weights not sent from rank 0)",
+        "the seed before the model is built, and the broadcast of weights",
+    )
+    STALE_BUFFERS = Text(
+        "stale buffers: a buffer is not the same on every rank when it is evaluated with and saved",
+        "the broadcast of buffers after building, and before evaluation and saving",
+    )
+    SAMPLER = Text(
+        "the ranks do not share out the samples of a step: some are used twice or left out",
+        "the sampler: rank and number of ranks must reach it",
+    )
+    SCHEDULE = Text(
+        "the learning rate is another one",
+        "the schedule: it must follow from the step alone, and scaling by the number of ranks must happen once",
+    )
+    ALL_UNSYNCHRONISED = Text(
+        "no gradient is synchronised: every rank goes its own way",
+        "no_sync() or set_requires_gradient_sync(False) left on, or a model that is called around its wrapper",
+    )
+    UNSYNCHRONISED_PARAMETER = Text(
+        "the gradient of this parameter is not synchronised between the ranks",
+        "a parameter registered after wrapping, ignored by the wrapper, or used around it",
+    )
+    MEAN_OF_MEANS = Text(
+        "mean of means: each rank or micro-batch divides its loss by its own count",
+        "the loss scaling: divide the sum over all ranks and micro-batches by the count over all of them, once",
+    )
+    SCALED_BY_WORLD = Text(
+        "the gradient is off by the number of ranks: averaged once too often, or not at all",
+        "the loss scaling: gradients are averaged over the ranks, so the loss is multiplied by their number",
+    )
+    WRONG_SCALING = Text(
+        "wrong loss scaling: every gradient is off by the same factor",
+        "what the loss is divided by, and whether accumulation counts every micro-batch",
+    )
+    MICRO_BATCH_LOST = Text(
+        "a micro-batch of the accumulation is left out or used alone",
+        "the accumulation loop: where it begins and ends, and when gradients are set to zero",
+    )
+    LOSS_IS_NO_SUM = Text(
+        "the task's loss is not a sum over samples: it changes when the batch is split",
+        "the task's loss(): return the sum, and in count what it is to be divided by; nothing may look across samples",
+    )
+    GRADIENTS = Text(
+        "some gradients are wrong",
+        "what is special about this parameter: tied, used twice, frozen in places, outside the wrapped module",
+    )
+    CLIP_NORM = Text(
+        "the norm is not that of the whole gradient: each rank took its own part",
+        "the clip norm: norms of shards must be combined over the ranks before clipping",
+    )
+    REPORTED_LOSS = Text(
+        "the loss that is reported is not the loss that was trained on",
+        "how losses are added up over ranks and micro-batches for the log",
+    )
+    SOME_RANKS_UPDATE = Text(
+        "the update ran on some ranks only, or differently on each",
+        "the optimizer step: every rank must take it, with the same state",
+    )
+    DRIFT = Text(
+        "the run leaves the reference after the first step",
+        "what only happens later: clipping, the optimizer's state, the short batch at the end of an epoch",
+    )
+    NOT_DETERMINISTIC = Text(
+        "two runs of the same ranks are not bit for bit the same, so no resume could be",
+        "non-deterministic kernels, or randomness that does not follow from the seed",
+    )
+    WEIGHTS_NOT_RESTORED = Text("the checkpoint does not bring the weights back", "what is saved and loaded")
+    OPTIMIZER_NOT_RESTORED = Text(
+        "forgotten optimizer state: moments start from zero after a resume",
+        "whether the optimizer's state is in the checkpoint and loaded",
+    )
+    CURSOR_NOT_RESTORED = Text(
+        "the data cursor is not restored: after a resume, samples are used again or left out",
+        "whether the position in the epoch is in the checkpoint",
+    )
+    SCHEDULE_NOT_RESTORED = Text(
+        "forgotten schedule: after a resume the learning rate starts over",
+        "whether the step that the schedule counts from is in the checkpoint",
+    )
+    SUMS_IN_ANOTHER_ORDER = Text(
+        "after a resume the same numbers are added up in another order: all that the checkpoint carries is right, and the "
+        "last digits differ",
+        "what a new process decides for itself at its first step: DDP, on more than two ranks, lays out its buckets anew "
+        "after the first backward pass",
+    )
+    RESUME = Text("a resumed run does not do what the undisturbed one did", "what is not in the checkpoint")
+    NO_CHECKPOINT = Text(
+        "a killed run left nothing to resume from", "whether a checkpoint is whole before it is renamed"
+    )
+    OTHER_RANKS = Text(
+        "resumed on another number of ranks, the run leaves the curve",
+        "whether shards are put together, and whether the global batch stays the same",
+    )
+    DROPPED = Text(
+        "samples are dropped: some are never trained on in an epoch",
+        "the last, short batch: drop_last, or a size rounded down",
+    )
+    REPEATED = Text(
+        "samples are used twice in an epoch: padding of the last batch, or ranks that do not share",
+        "the last, short batch and the sampler",
+    )
+    NOT_RESHUFFLED = Text(
+        "the sampler is not reshuffled: every epoch has the same order",
+        "whether the epoch reaches the sampler (set_epoch)",
+    )
+    WORKERS = Text("loader workers change what a rank gets", "how samples are shared out between workers")
+    OVERLAP = Text(
+        "validation samples are in the training data",
+        "the split: by sample, after duplicates are gone, with one seed",
+    )

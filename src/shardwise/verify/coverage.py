@@ -1,0 +1,263 @@
+"""Whether every sample is trained on exactly once per epoch, over ranks and workers, in a new order each time, and none
+of them is validated on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.config import Batching, DataBlock
+from shardwise.data import BatchedSamples, GlobalOrder, Reader, StepLoader
+from shardwise.data.order import Indices
+from shardwise.engine.session import Session
+from shardwise.verify.causes import Cause
+from shardwise.verify.job import Job
+from shardwise.verify.report import Check, Finding
+
+EPOCHS = 2
+MOST_SAMPLES = 50_000
+"""Of a larger data set, the loader hands out this many from the end of each epoch."""
+MOST_COMPARED = 1_000
+"""Samples of each part whose contents are compared."""
+FEWEST_BYTES = 8
+"""Shorter arrays are labels or numbers, not contents."""
+
+
+@dataclass
+class Handed:
+    """What the loaders of all ranks handed out, with so many workers."""
+
+    workers: int
+    missing: list[list[int]]
+    """Per epoch: samples of the order that nobody got (up to 10)."""
+    twice: list[list[int]]
+    """Per epoch: samples that somebody got again (up to 10)."""
+    number_missing: list[int]
+    number_twice: list[int]
+    same_as_without: bool = True
+
+
+@dataclass
+class Coverage:
+    samples: int
+    looked_at: int
+    epochs: int
+    handed: list[Handed] = field(default_factory=list)
+    same_order: bool = False
+    """The second epoch has the order of the first."""
+    whole_order: bool = True
+    """The order itself names every sample once."""
+    compared: tuple[int, int] = (0, 0)
+    overlap: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (training sample, validation sample) with the same contents (up to 10)."""
+    number_overlapping: int = 0
+
+
+def cover(session: Session, job: Job) -> Coverage:
+    """In one process: the loaders of all ranks, one after the other, over samples that are only numbers."""
+    assert job.plan is not None
+    batching = job.plan.batching
+    order = session.order().whole  # type: ignore[attr-defined]  # without the window that the other runs see
+    samples = order.samples
+    looked_at = min(samples, MOST_SAMPLES)
+    result = Coverage(samples, looked_at, EPOCHS)
+    epochs = [order.part(epoch, 0, samples) for epoch in range(EPOCHS)]
+    result.whole_order = all(np.array_equal(np.sort(ids), np.arange(samples)) for ids in epochs)
+    result.same_order = samples > 3 and bool(np.array_equal(epochs[0], epochs[1]))
+    numbers = _numbers_for(session, order)
+    before: list[list[list[int]]] | None = None
+    for workers in sorted({0, session.config.data.num_workers, 2}):
+        found = [
+            _handed_out(numbers, order, batching, rank, workers, session, looked_at) for rank in range(batching.world)
+        ]
+        handed = _judged(found, epochs, looked_at, workers)
+        handed.same_as_without = before is None or found == before
+        before = before or found
+        result.handed.append(handed)
+    result.compared, result.overlap, result.number_overlapping = _overlap(session)
+    return result
+
+
+def check_coverage(coverage: Coverage, ranks: int) -> list[Check]:
+    return [_once(coverage, ranks), _reshuffled(coverage), _disjoint(coverage)]
+
+
+def _once(coverage: Coverage, ranks: int) -> Check:
+    name = "each sample once"
+    for handed in coverage.handed:
+        where = f"over {ranks} ranks with {handed.workers} workers"
+        for epoch, (missing, twice) in enumerate(zip(handed.number_missing, handed.number_twice, strict=True)):
+            if twice:
+                text = f"epoch {epoch}, {where}: {twice} samples come more than once, {handed.twice[epoch]} for example"
+                text += f"; {missing} of {coverage.samples} never" if missing else ""
+                return _failed(name, Finding(Cause.REPEATED, text))
+            if missing:
+                example = handed.missing[epoch]
+                text = (
+                    f"epoch {epoch}, {where}: {missing} of {coverage.samples} samples never come, {example} for example"
+                )
+                return _failed(name, Finding(Cause.DROPPED, text))
+        if not handed.same_as_without:
+            return _failed(
+                name, Finding(Cause.WORKERS, f"with {handed.workers} workers a rank gets other samples than with none")
+            )
+    if not coverage.whole_order:
+        return _failed(name, Finding(Cause.REPEATED, "the order of an epoch does not name every sample exactly once"))
+    workers = ", ".join(str(handed.workers) for handed in coverage.handed)
+    some = "" if coverage.looked_at == coverage.samples else f", the last {coverage.looked_at} through the loader"
+    text = (
+        f"{coverage.samples} samples{some}, {coverage.epochs} epochs, over {ranks} rank(s), with {workers} workers each"
+    )
+    return Check("coverage", name, "pass", text)
+
+
+def _reshuffled(coverage: Coverage) -> Check:
+    name = "new order each epoch"
+    if coverage.same_order:
+        return _failed(
+            name, Finding(Cause.NOT_RESHUFFLED, "the second epoch has the samples in the order of the first")
+        )
+    return Check("coverage", name, "pass", "the second epoch has another order than the first")
+
+
+def _disjoint(coverage: Coverage) -> Check:
+    name = "validation disjoint"
+    train, valid = coverage.compared
+    if not valid:
+        return Check("coverage", name, "note", "the task has no validation data")
+    compared = f"{valid} validation samples compared with {train} training samples by the arrays in them"
+    if not coverage.number_overlapping:
+        return Check("coverage", name, "pass", f"{compared}: none is in both")
+    pairs = ", ".join(f"{held} is training sample {index}" for index, held in coverage.overlap[:3])
+    text = f"{compared}: {coverage.number_overlapping} are in both; validation sample {pairs}"
+    if coverage.number_overlapping <= valid // 100:  # data as it is found has copies in it
+        return Check("coverage", name, "note", text)
+    return _failed(name, Finding(Cause.OVERLAP, text))
+
+
+def _failed(name: str, finding: Finding) -> Check:
+    return Check("coverage", name, "FAIL", finding.what, finding)
+
+
+def _handed_out(
+    numbers: Any, order: GlobalOrder, batching: Batching, rank: int, workers: int, session: Session, looked_at: int
+) -> list[list[int]]:
+    """Per epoch, the samples that this rank gets."""
+    from shardwise.data import Cursor
+
+    options = DataBlock(num_workers=workers)
+    reader = Reader(numbers, lambda ids: torch.tensor(ids), len, session.config.seed)
+    per_epoch: list[list[int]] = [[] for _ in range(EPOCHS)]
+    # A data set that is looked at whole goes through one loader, as in a training; else every epoch's end has its own.
+    starts = range(EPOCHS) if looked_at < order.samples else range(1)
+    for first in starts:
+        start = Cursor(first, order.samples - looked_at)
+        until = first + 1 if looked_at < order.samples else EPOCHS
+        device = torch.device("cpu")
+        for batch in StepLoader(reader, order, batching, rank, device, options, start=start, epochs=until):
+            for micro in batch.micro:
+                if not micro.request.borrowed:
+                    per_epoch[micro.request.epoch] += micro.inputs.tolist()
+    return per_epoch
+
+
+def _judged(found: list[list[list[int]]], epochs: list[Indices], looked_at: int, workers: int) -> Handed:
+    missing, twice = [], []
+    for epoch, ids in enumerate(epochs):
+        expected = ids[len(ids) - looked_at :]
+        got = np.array([index for rank in found for index in rank[epoch]], dtype=np.int64)
+        values, times = np.unique(got, return_counts=True)
+        missing.append(np.setdiff1d(expected, got).tolist())
+        twice.append(sorted({*values[times > 1].tolist(), *np.setdiff1d(got, expected).tolist()}))
+    return Handed(
+        workers,
+        [ids[:10] for ids in missing],
+        [ids[:10] for ids in twice],
+        [len(ids) for ids in missing],
+        [len(ids) for ids in twice],
+    )
+
+
+def _numbers_for(session: Session, order: GlobalOrder) -> Any:
+    data = session.train_data
+    return _BatchedNumbers(data) if isinstance(data, BatchedSamples) else range(order.samples)
+
+
+class _BatchedNumbers(BatchedSamples):
+    """Makes whole micro-batches, like the data that it stands for."""
+
+    def __init__(self, data: BatchedSamples) -> None:
+        self.size, self.at_once, self.in_regions = len(data), data.at_once, data.in_regions
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, ids: Indices, epoch: int) -> Any:
+        return torch.from_numpy(ids.copy())
+
+    def join(self, parts: list[Any]) -> Any:
+        return torch.cat(parts)
+
+    def take_apart(self, batch: Any, sizes: list[int]) -> list[Any]:
+        return list(batch.split(sizes))
+
+
+def _overlap(session: Session) -> tuple[tuple[int, int], list[tuple[int, int]], int]:
+    """Samples of the two parts that have an array in common which tells the samples of the training data apart.
+
+    An array, because a number may be a label or a count from 0 in both; telling them apart, because a mask of ones does
+    not. What is drawn anew at every reading (augmentation, masking) hides a copy from this.
+    """
+    train, valid = session.train_data, session.valid_data
+    if valid is None or not len(valid):
+        return (0, 0), [], 0
+    mine, held = _some(len(train)), _some(len(valid))
+    seen: dict[str, dict[str, int]] = {}
+    for index in mine:
+        for place, contents in _contents(train, index).items():
+            seen.setdefault(place, {}).setdefault(contents, index)
+    telling = {place: found for place, found in seen.items() if len(found) > 0.9 * len(mine)}
+    pairs = []
+    for index in held:
+        found = _contents(valid, index)
+        pairs += [(telling[p][found[p]], index) for p in telling if p in found and found[p] in telling[p]][:1]
+    return (len(mine), len(held)), pairs[:10], len(pairs)
+
+
+def _some(size: int) -> list[int]:
+    return list(range(size)) if size <= MOST_COMPARED else np.linspace(0, size - 1, MOST_COMPARED).astype(int).tolist()
+
+
+def _contents(data: Any, index: int) -> dict[str, str]:
+    """A fingerprint of every array in the sample, by its place there."""
+    torch.manual_seed(0)
+    found: dict[str, str] = {}
+    _walk(data.read(np.array([index]), 0) if isinstance(data, BatchedSamples) else data[index], "", found)
+    return found
+
+
+def _walk(value: Any, place: str, found: dict[str, str]) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        if value.nbytes >= FEWEST_BYTES:
+            found[place] = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()
+    elif isinstance(value, str | bytes):
+        if len(value) >= FEWEST_BYTES:
+            found[place] = str(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _walk(item, f"{place}.{key}", found)
+    elif isinstance(value, Sequence):
+        if len(value) >= FEWEST_BYTES and all(isinstance(item, int | float) for item in value):
+            found[place] = repr(value)
+            return
+        for number, item in enumerate(value):
+            _walk(item, f"{place}.{number}", found)
+    elif hasattr(value, "__dict__"):
+        _walk(vars(value), place, found)

@@ -1,0 +1,155 @@
+"""How far two runs are apart, and how far rounding alone may bring them.
+
+The tolerance is measured: the reference runs again with the samples of each batch in another order, another number of
+threads, and its weights changed in the last digit before every step. What that moves, rounding moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FACTOR = 20.0
+"""Two runs may be this many times as far apart as the reference is from itself."""
+NARROW_FACTOR = 5.0
+"""The same in bf16 and fp16, where what changes a weight in its last digit is no smaller than the errors of the sums."""
+ULPS = 8.0
+"""The tolerance is never below this many units in the last place of the precision."""
+SMALL_SHARE = 1e-3
+"""A gradient smaller than this share of the whole is measured against the whole: it may be nothing but rounding."""
+
+_TYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def floor_of(precision: str) -> float:
+    return ULPS * torch.finfo(_TYPES.get(precision, torch.float32)).eps
+
+
+def rounding_of(precision: str) -> float:
+    """The relative error of one rounding in the type that the arithmetic runs in; in fp32, of a sum of a few."""
+    kind = _TYPES.get(precision)
+    return torch.finfo(torch.float32).eps if kind is None else torch.finfo(kind).eps / 2
+
+
+def is_narrow(precision: str) -> bool:
+    return precision in _TYPES
+
+
+@dataclass
+class Curve:
+    """What a run did, step by step, as all ranks together."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    ids: list[list[int]]
+    skipped: list[bool]
+
+    @classmethod
+    def of(cls, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
+        first = ranks[0]
+        together = zip(*ranks, strict=False)
+        return cls(
+            [row["loss"] for row in first],
+            [row["grad_norm"] for row in first],
+            [row["lr"] for row in first],
+            [sorted(index for row in rows for index in row["ids"]) for rows in together],
+            [row["skipped"] for row in first],
+        )
+
+
+def apart(one: float, other: float) -> float:
+    """Relative to the second."""
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(other), 1e-30)
+
+
+def gradients_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """By parameter: the 2-norm of the difference over that of the second; in the order of the model."""
+    if not other:
+        return {}
+    whole = float(torch.stack([each.float().norm() for each in other.values()]).norm())
+    found = {}
+    for name, each in other.items():
+        size = max(float(each.float().norm()), SMALL_SHARE * whole, 1e-30)
+        found[name] = float((one[name].float() - each.float()).norm()) / size if name in one else math.inf
+    return found | {name: math.inf for name in one if name not in other}
+
+
+def weights_apart(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """By parameter: the 2-norm of the difference over the way that training has taken it so far.
+
+    The last digits of the weight itself are counted with the way: a frozen weight has taken none.
+    """
+    found = {}
+    for name, each in other.items():
+        if name not in one:
+            found[name] = math.inf
+            continue
+        digits = torch.finfo(each.dtype).eps if each.is_floating_point() else 0.0
+        way = float((each.float() - start[name].float()).norm()) + ULPS * digits * float(each.float().norm())
+        gap = float((one[name].float() - each.float()).norm())
+        found[name] = gap / way if way else (0.0 if not gap else math.inf)
+    return found
+
+
+def same_at_first(one: Run, other: Run, precision: str) -> bool:
+    """Whether the gradients of the first step are those of the other, as far as the type has digits."""
+    return all(gap < 10 * floor_of(precision) for gap in gradients_apart(one.gradients, other.gradients).values())
+
+
+@dataclass
+class Tolerance:
+    """Measured: for every quantity what rounding explains."""
+
+    floor: float
+    loss: float
+    norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
+    largest_noise: float
+    """Of the gradients: the figure that tells whether anything can be proved at all."""
+
+    @classmethod
+    def measured(cls, reference: Run, others: Sequence[Run], precision: str, start: Mapping[str, Tensor]) -> Tolerance:
+        floor, factor = floor_of(precision), NARROW_FACTOR if is_narrow(precision) else FACTOR
+        losses = [apart(a, b) for o in others for a, b in zip(o.curve.losses, reference.curve.losses, strict=False)]
+        norms = [apart(a, b) for o in others for a, b in zip(o.curve.norms, reference.curve.norms, strict=False)]
+        grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
+        weights = [weights_apart(other.weights, reference.weights, start) for other in others]
+        return cls(
+            floor,
+            max(floor, factor * max(losses, default=0.0)),
+            max(floor, factor * max(norms, default=0.0)),
+            _by_parameter(grads, floor, factor, together=is_narrow(precision)),
+            _by_parameter(weights, floor, factor, together=is_narrow(precision)),
+            max((value for each in grads for value in each.values()), default=0.0),
+        )
+
+
+def _by_parameter(noise: list[dict[str, float]], floor: float, factor: float, *, together: bool) -> dict[str, float]:
+    """`together`: in a narrow type it is chance which parameter a rounding error hits, so all have the largest."""
+    names = list(dict.fromkeys(name for each in noise for name in each))
+    largest = {name: max(each.get(name, 0.0) for each in noise) for name in names}
+    everywhere = max(largest.values(), default=0.0) if together else 0.0
+    return {name: max(floor, factor * max(largest[name], everywhere)) for name in names}
+
+
+@dataclass
+class Run:
+    """The figures of one group of ranks, put together."""
+
+    name: str
+    curve: Curve
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]

@@ -1,0 +1,248 @@
+"""What one process finds out before any rank starts: the plan, the gradients of the first batch in plain PyTorch, and
+experiments that tell causes apart.
+
+Nothing here goes through the engine: the model is built by the task, the loss divided by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.config import Batching, Config
+from shardwise.config.seeds import Purpose
+from shardwise.data import BatchedSamples, Reader, shares
+from shardwise.data.loader import Work
+from shardwise.data.order import Indices
+from shardwise.data.seeding import seed_everything
+from shardwise.engine.own import OwnTask
+from shardwise.engine.precision import Precision
+from shardwise.engine.session import Session
+from shardwise.tasks import Task
+from shardwise.verify.dropout import switch_off_in
+from shardwise.verify.job import Job, Plan, as_asked, batching_of
+from shardwise.verify.recorder import Window, canonical, digests, tied_names
+
+Gradients = dict[str, Tensor]
+SPLIT_MATTERS = 1e-4
+"""A gradient that moves by more, computed in micro-batches instead of at once, does not do so by rounding."""
+MOST_ELEMENTS = 100_000_000
+"""Gradients of single micro-batches are kept up to this many numbers in all."""
+
+
+@dataclass
+class Share:
+    """One micro-batch of one rank: the gradient of its summed loss, and what it counts."""
+
+    rank: int
+    micro: int
+    samples: int
+    count: int
+    gradients: Gradients
+
+
+@dataclass
+class Probe:
+    plan: Plan
+    precision: str
+    samples: int
+    held_out: int
+    parameters: int
+    loss: float
+    count: int
+    norm: float
+    gradients: Gradients
+    """Of the first global batch: the loss of all its samples at once, divided by what they count."""
+    shares: list[Share]
+    ids: list[int]
+    """The samples of the first batch, by the order itself."""
+    initial: dict[str, str]
+    tied: list[list[str]]
+    without_gradient: list[str]
+    may_lack_gradients: bool
+    batch_norm: bool
+    random_forward: float
+    """How far the loss moves when nothing but the seed is changed."""
+    split_matters: float
+    """How far the gradient moves when the batch is computed in micro-batches."""
+    split_matters_without_batch_norm: float
+    clip_said: str = ""
+    comm_hook: str = "none"
+
+    @property
+    def by_batch_norm(self) -> bool:
+        """Splitting the batch changes the gradient, and batch norm is all there is to it."""
+        return self.split_matters > SPLIT_MATTERS >= self.split_matters_without_batch_norm
+
+
+def probe(session: Session, asked: Config, job: Job) -> Probe:
+    config = as_asked(asked, job)
+    batching = batching_of(config, job.ranks)
+    model = _model(session)
+    initial = digests({canonical(name): each.detach() for name, each in model.named_parameters()})
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    window, start = _window(len(session.train_data), batching, cautious=has_batch_norm)
+    order = Window(session.order(), window)
+    ids = order.part(0, start, window)
+    first = _Batch(session, model, config.training.precision)
+
+    whole = first.gradient(ids)
+    gradients = {name: each / whole.count for name, each in whole.gradients.items()}
+    norm = float(torch.stack([each.float().norm() for each in gradients.values()]).norm())
+    clip, said = _clip(config.training.gradient_clip, norm)
+    pieces = [
+        (rank, micro, part)
+        for rank in range(batching.world)
+        for micro, part in enumerate(shares(ids, batching, rank))
+        if len(part)
+    ]
+    elements = sum(each.numel() for each in gradients.values())
+    trainable = [canonical(name) for name, each in model.named_parameters() if each.requires_grad]
+    plain = _Batch(session, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
+    split = plain.split_matters(ids, [part for _, _, part in pieces])
+    return Probe(
+        plan=Plan(batching, job.steps, window, start, clip),
+        precision=config.training.precision,
+        samples=len(session.train_data),
+        held_out=0 if session.valid_data is None else len(session.valid_data),
+        parameters=sum(each.numel() for each in model.parameters()),
+        loss=whole.loss / whole.count,
+        count=whole.count,
+        norm=norm,
+        gradients=gradients,
+        shares=[
+            Share(rank, micro, len(part), found.count, found.gradients)
+            for rank, micro, part in pieces
+            for found in [first.gradient(part)]
+        ]
+        if elements * len(pieces) <= MOST_ELEMENTS
+        else [],
+        ids=sorted(ids.tolist()),
+        initial=initial,
+        tied=tied_names(model),
+        without_gradient=[name for name in trainable if name not in gradients],
+        may_lack_gradients=config.training.ddp.find_unused_parameters,
+        batch_norm=has_batch_norm,
+        random_forward=first.randomness(ids),
+        split_matters=split,
+        split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
+        if has_batch_norm and split > SPLIT_MATTERS
+        else split,
+        clip_said=said,
+        comm_hook=config.training.ddp.comm_hook,
+    )
+
+
+def _model(session: Session) -> nn.Module:
+    """As the task builds it, with the seed of the weights; a program's own, as the session found it."""
+    if isinstance(session.task, OwnTask):
+        model = copy.deepcopy(session.parts.spread.module)
+    else:
+        seed_everything(session.config.seed, Purpose.WEIGHTS)
+        model = session.task.build_model()
+        if session.config.training.precision == "bf16-true":
+            for parameter in model.parameters():
+                parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
+    switch_off_in(model)
+    return model.to(session.world.device).train()
+
+
+def _window(samples: int, batching: Batching, *, cautious: bool) -> tuple[int, int]:
+    """How many samples an epoch has, and where the first one begins.
+
+    The first step is ragged: ranks and micro-batches of different sizes. Then come epochs of two full batches and a
+    last one with fewer samples than ranks. Batch norm cannot take a single sample, so it gets two per rank.
+    """
+    whole = batching.global_batch
+    ragged = max(1, whole - batching.world * -(-batching.batch_size // 2) + 1)
+    last = 2 * batching.world + 1 if cautious else max(1, batching.world - 1)
+    window = min(samples, 2 * whole + min(last, whole - 1 or 1))
+    return window, max(0, window - ragged)
+
+
+def _clip(said: float | None, norm: float) -> tuple[float, str]:
+    if said is not None and said < 0.8 * norm:
+        return said, ""
+    limit = float(f"{0.5 * norm:.2g}") or 1.0
+    was = "the config has no gradient_clip" if said is None else f"gradient_clip {said:g} is above the gradient's norm"
+    return limit, f"{was} ({norm:.3g} at step 1), so {limit:g} is used"
+
+
+@dataclass
+class _Found:
+    loss: float
+    count: int
+    gradients: Gradients
+
+
+class _Batch:
+    """Samples to gradients, by hand."""
+
+    def __init__(self, session: Session, model: nn.Module, precision: str) -> None:
+        self.task: Task = session.task
+        self.model = model
+        self.session = session
+        self.precision = Precision(precision, session.world.device.type)
+        self.reader = Reader(session.train_data, self.task.collate, self.task.count, session.config.seed)
+
+    def read(self, ids: Indices) -> Any:
+        from shardwise.data.loader import _map_tensors
+
+        loaded = self.reader.read(Work(ids, (len(ids),), 0))
+        inputs = loaded.inputs
+        if isinstance(self.reader.samples, BatchedSamples):
+            [inputs] = self.reader.samples.take_apart(inputs, [len(ids)])
+        else:
+            [inputs] = inputs
+        return _map_tensors(inputs, lambda tensor: tensor.to(self.session.world.device))
+
+    def gradient(self, ids: Indices, seed: int = 0) -> _Found:
+        inputs = self.read(ids)
+        self.model.zero_grad(set_to_none=True)
+        seed_everything(self.session.config.seed, Purpose.STEP, seed, 0)
+        with self.precision.autocast():
+            loss = self.task.loss(self.model, inputs)
+        # Divided here and multiplied below: gradients of a sum may be too large for fp16.
+        count = max(1, int(loss.count))
+        (loss.sum / count).backward()
+        named = self.model.named_parameters()
+        gradients = {
+            canonical(name): each.grad.detach().float().cpu() * count for name, each in named if each.grad is not None
+        }
+        return _Found(float(loss.sum.detach()), count, gradients)
+
+    def randomness(self, ids: Indices) -> float:
+        first, second = self.gradient(ids, seed=1), self.gradient(ids, seed=2)
+        return _apart(first.gradients, second.gradients)
+
+    def split_matters(self, ids: Indices, parts: list[Indices]) -> float:
+        whole = self.gradient(ids).gradients
+        total = {name: torch.zeros_like(each) for name, each in whole.items()}
+        for part in parts:
+            for name, each in self.gradient(part).gradients.items():
+                if name in total:
+                    total[name] += each
+        # A loss that divides by something of its own has another count too.
+        counts = self.gradient(ids).count / max(1, sum(self.gradient(part).count for part in parts))
+        return _apart({name: each * counts for name, each in total.items()}, whole)
+
+    def frozen(self) -> _Batch:
+        """Batch norm uses its running statistics: no sample knows of another any more."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        for module in other.model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return other
+
+
+def _apart(one: Gradients, other: Gradients) -> float:
+    """The 2-norm of the difference over that of the second."""
+    size = torch.stack([each.norm() for each in other.values()]).norm()
+    gap = torch.stack([(one[name] - each).norm() for name, each in other.items() if name in one]).norm()
+    return float(gap / size) if size else 0.0

@@ -1,0 +1,165 @@
+"""What a person sees: a table of verdicts in figures, and a paragraph for each failure."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwise.verify.causes import Cause
+
+Verdict = Literal["pass", "FAIL", "note"]
+
+
+# In the order of Cause these come after everything that brings them about.
+_CONSEQUENCES = {
+    Cause.CLIP_NORM,
+    Cause.REPORTED_LOSS,
+    Cause.SOME_RANKS_UPDATE,
+    Cause.DRIFT,
+    Cause.NOT_DETERMINISTIC,
+    Cause.WEIGHTS_NOT_RESTORED,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why a check failed, as far as the experiments tell."""
+
+    cause: Cause
+    what: str
+    """What differs, by how much, where: module, parameter, rank, step."""
+    parameter: str | None = None
+    rank: int | None = None
+    step: int | None = None
+    amount: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "cause": self.cause.name.lower(),
+            "means": self.cause.value.means,
+            "look_at": self.cause.value.look_at,
+            "what": self.what,
+            "parameter": self.parameter,
+            "rank": self.rank,
+            "step": self.step,
+            "amount": self.amount,
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    group: Literal["parity", "coverage", "resume", "agreement"]
+    name: str
+    verdict: Verdict
+    detail: str
+    finding: Finding | None = None
+
+
+@dataclass
+class Report:
+    about: list[str]
+    """What was compared with what."""
+    checks: list[Check] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Check]:
+        return [check for check in self.checks if check.verdict == "FAIL"]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The most fundamental first, without those that follow from it."""
+        return [finding for _, finding in self._sorted() if not self._follows(finding)]
+
+    @property
+    def followers(self) -> list[str]:
+        """Checks that fail because of what was found before them."""
+        return [check.name for check, finding in self._sorted() if self._follows(finding)]
+
+    def _sorted(self) -> list[tuple[Check, Finding]]:
+        order = list(Cause)
+        found = [(check, check.finding) for check in self.failures if check.finding]
+        return sorted(found, key=lambda pair: order.index(pair[1].cause))
+
+    def _follows(self, finding: Finding) -> bool:
+        """A wrong gradient makes wrong norms, losses and weights; ranks that differ cannot be brought back by rank 0's."""
+        order = list(Cause)
+        first = min((order.index(f.cause) for _, f in self._sorted()), default=0)
+        return finding.cause in _CONSEQUENCES and first < min(order.index(cause) for cause in _CONSEQUENCES)
+
+    @property
+    def causes(self) -> list[Cause]:
+        return list(dict.fromkeys(finding.cause for finding in self.findings))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "seconds": round(self.seconds, 1),
+            "about": self.about,
+            "checks": [
+                {
+                    "group": check.group,
+                    "name": check.name,
+                    "verdict": check.verdict.lower(),
+                    "detail": check.detail,
+                    "finding": check.finding.as_dict() if check.finding else None,
+                }
+                for check in self.checks
+            ],
+            "causes": [cause.name.lower() for cause in self.causes],
+            "followers": self.followers,
+        }
+
+    def as_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=1)
+
+    def as_text(self) -> str:
+        lines = [*self.about, ""]
+        width = max((len(check.name) for check in self.checks), default=0)
+        group = ""
+        for check in self.checks:
+            head = check.group if check.group != group else ""
+            group = check.group
+            indent = " " * (12 + width + 8)
+            detail = textwrap.wrap(check.detail, max(40, 128 - len(indent)))
+            lines.append(
+                f"{head:<11} {check.name:<{width}}  {check.verdict:<4}  {detail[0] if detail else ''}".rstrip()
+            )
+            lines += [f"{indent}{line}" for line in detail[1:]]
+        for cause in self.causes:
+            lines += ["", *self._paragraph(cause)]
+        if self.followers:
+            lines += [
+                "",
+                *textwrap.wrap(f"What follows from it, probably: {', '.join(dict.fromkeys(self.followers))}.", 120),
+            ]
+        failed, notes = len(self.failures), sum(check.verdict == "note" for check in self.checks)
+        passed = len(self.checks) - failed - notes
+        counts = f"{passed} passed, {failed} failed, {notes} noted in {self.seconds:.0f} s"
+        lines += ["", f"{'PASS' if self.passed else 'FAIL'}: {counts}"]
+        return "\n".join(lines)
+
+    def _paragraph(self, cause: Cause) -> list[str]:
+        seen = list(dict.fromkeys(finding.what for finding in self.findings if finding.cause is cause))
+        first = cause is self.causes[0]
+        head = f"{'Likely cause' if first else 'Also'}: {cause.value.means}."
+        return [
+            *textwrap.wrap(head, 120),
+            *(line for what in seen for line in _wrapped(what)),
+            *_wrapped(f"Look at {cause.value.look_at}."),
+        ]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of a stack stay as they are."""
+    return [
+        line
+        for part in text.splitlines()
+        for line in textwrap.wrap(part, 118, initial_indent="  ", subsequent_indent="  ")
+    ]

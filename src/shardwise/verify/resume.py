@@ -1,0 +1,177 @@
+"""Killed and resumed: bit for bit on the same ranks, the same curve on others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from shardwise.verify.causes import Cause
+from shardwise.verify.measure import Tolerance, apart, weights_apart
+from shardwise.verify.parity import run_of
+from shardwise.verify.processes import Outcome
+from shardwise.verify.report import Check, Finding
+from shardwise.verify.trouble import trouble_of
+
+SAME = "killed and resumed"
+
+
+def check_resume(
+    undisturbed: Outcome, killed: Outcome, resumed: Outcome | None, tolerance: Tolerance, save_at: int, kill_at: int
+) -> list[Check]:
+    """`undisturbed` saved at the same step and went on; `killed` was ended by SIGKILL in the middle of a later step."""
+    if not killed.killed:
+        return [_failed(SAME, trouble_of(killed))]
+    finding = _not_the_same_before(undisturbed, killed)
+    if finding:
+        return [_failed(SAME, finding)]
+    if resumed is None or not _left_a_checkpoint(killed):
+        text = f"ranks saved at step {save_at} and were killed in step {kill_at}; no whole checkpoint is there"
+        return [_failed(SAME, Finding(Cause.NO_CHECKPOINT, text, step=kill_at))]
+    if not resumed.fine:
+        return [_failed(SAME, trouble_of(resumed))]
+    finding = next(_differences(undisturbed, resumed, save_at), None)
+    if finding and finding.cause is Cause.RESUME and _within_rounding(undisturbed, resumed, tolerance):
+        finding = replace(finding, cause=Cause.SUMS_IN_ANOTHER_ORDER)
+    if finding:
+        return [_failed(SAME, finding)]
+    world, steps = undisturbed.job.world, undisturbed.record()["steps_done"]
+    return [
+        Check(
+            "resume",
+            SAME,
+            "pass",
+            f"{world} rank(s) saved at step {save_at}, killed by SIGKILL in step {kill_at}, new processes to step {steps}: "
+            "losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run",
+        )
+    ]
+
+
+def check_other_ranks(
+    undisturbed: Outcome,
+    other: Outcome,
+    tolerance: Tolerance,
+    start: dict[str, Any],
+    save_at: int,
+    *,
+    split_matters: bool,
+) -> Check:
+    """The same global batches on another number of ranks."""
+    name = f"resumed on {other.job.world} rank(s)"
+    if not other.fine:
+        return _failed(name, trouble_of(other))
+    if split_matters:
+        return Check(
+            "resume", name, "note", "it runs; batch norm sees other micro-batches there, so its curve is another"
+        )
+    ours, theirs = run_of(other), run_of(undisturbed)
+    rows = {row["step"]: row for row in other.ranks[0].steps}
+    largest, limit = 0.0, tolerance.loss
+    for step in range(save_at + 1, len(theirs.curve.losses) + 1):
+        if step not in rows:
+            text = f"step {step} was not trained after the resume at step {save_at}"
+            return _failed(name, Finding(Cause.OTHER_RANKS, text, step=step))
+        gap = apart(rows[step]["loss"], theirs.curve.losses[step - 1])
+        if gap > limit:
+            text = (
+                f"step {step}: loss {rows[step]['loss']:.8g}, where {undisturbed.job.world} ranks have "
+                f"{theirs.curve.losses[step - 1]:.8g}; rounding explains a relative difference of {limit:.1e}"
+            )
+            return _failed(name, Finding(Cause.OTHER_RANKS, text, step=step, amount=gap))
+        largest = max(largest, gap)
+    for key, gap in weights_apart(ours.weights, theirs.weights, start).items():
+        if gap > tolerance.weights.get(key, tolerance.floor):
+            text = f"after the last step {key} differs by {gap:.1e} of the way it was trained"
+            return _failed(name, Finding(Cause.OTHER_RANKS, text, parameter=key, amount=gap))
+    return Check(
+        "resume",
+        name,
+        "pass",
+        f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {limit:.1e}",
+    )
+
+
+def _not_the_same_before(undisturbed: Outcome, killed: Outcome) -> Finding | None:
+    """Up to the kill both did the same. If they differ, it is not the resume's fault."""
+    for mine, other in zip(killed.ranks, undisturbed.ranks, strict=True):
+        for row, expected in zip(mine.steps, other.steps, strict=False):
+            for key in ("loss", "grad_norm", "lr", "ids"):
+                if row[key] != expected[key]:
+                    text = f"step {row['step']}: {key} is {row[key]!r} on rank {mine.rank}, and was {expected[key]!r} before"
+                    return Finding(Cause.NOT_DETERMINISTIC, text[:300], rank=mine.rank, step=row["step"])
+    return None
+
+
+def _within_rounding(undisturbed: Outcome, resumed: Outcome, tolerance: Tolerance) -> bool:
+    steps = {row["step"]: row for row in undisturbed.ranks[0].steps}
+    pairs = [(row, steps[row["step"]]) for row in resumed.ranks[0].steps if row["step"] in steps]
+    return bool(pairs) and all(
+        apart(row["loss"], before["loss"]) <= tolerance.loss
+        and apart(row["grad_norm"], before["grad_norm"]) <= tolerance.norm
+        for row, before in pairs
+    )
+
+
+def _left_a_checkpoint(killed: Outcome) -> bool:
+    folder = (killed.job.run_folder or killed.job.folder / "run") / "checkpoints"
+    return any(folder.glob("step-*"))
+
+
+def _differences(undisturbed: Outcome, resumed: Outcome, save_at: int) -> Iterator[Finding]:
+    """First what the checkpoint carries, as it is right after loading; then what follows from it."""
+    for rank in resumed.ranks:
+        mine, expected = (o.record(rank.rank)["snapshots"] for o in (resumed, undisturbed))
+        if "resumed" not in mine:
+            yield Finding(Cause.NO_CHECKPOINT, "the resumed run found no checkpoint", rank=rank.rank)
+            return
+        loaded, saved = mine["resumed"], expected["saved"]
+        where = f"right after the resume at step {save_at}, on rank {rank.rank},"
+        for key, cause in _CARRIED.items():
+            if loaded[key] != saved[key]:
+                yield Finding(cause, f"{where} {_what(key, loaded[key], saved[key])}", rank=rank.rank, step=save_at)
+    for rank in resumed.ranks:
+        steps = {row["step"]: row for row in undisturbed.ranks[rank.rank].steps}
+        for row in rank.steps:
+            before = steps.get(row["step"])
+            for key, cause in _FOLLOWS.items():
+                if before is None or row[key] != before[key]:
+                    was = before[key] if before else "no such step"
+                    text = f"step {row['step']}, rank {rank.rank}: {key} is {row[key]!r}, and was {was!r} undisturbed"
+                    yield Finding(cause, text[:300], rank=rank.rank, step=row["step"])
+        mine, expected = (o.record(rank.rank)["snapshots"]["end"] for o in (resumed, undisturbed))
+        for key in ("weights", "optimizer"):
+            if mine[key] != expected[key]:
+                yield Finding(
+                    Cause.RESUME,
+                    f"after the last step, on rank {rank.rank}, {_what(key, mine[key], expected[key])}",
+                    rank=rank.rank,
+                )
+
+
+_CARRIED = {
+    "weights": Cause.WEIGHTS_NOT_RESTORED,
+    "cursor": Cause.CURSOR_NOT_RESTORED,
+    "steps_done": Cause.RESUME,
+    "next_lr": Cause.SCHEDULE_NOT_RESTORED,
+    "optimizer": Cause.OPTIMIZER_NOT_RESTORED,
+    "buffers": Cause.STALE_BUFFERS,
+    "scaler": Cause.RESUME,
+}
+_FOLLOWS = {
+    "lr": Cause.SCHEDULE_NOT_RESTORED,
+    "ids": Cause.CURSOR_NOT_RESTORED,
+    "loss": Cause.RESUME,
+    "grad_norm": Cause.RESUME,
+}
+
+
+def _what(key: str, found: Any, expected: Any) -> str:
+    if isinstance(found, dict) and key in ("weights", "optimizer", "buffers"):
+        names = [name for name in expected if found.get(name) != expected[name]]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"the {key} {'state ' if key == 'optimizer' else ''}differs: {shown}"
+    return f"{key.replace('_', ' ')} is {found}, and was {expected} when it was saved"
+
+
+def _failed(name: str, finding: Finding) -> Check:
+    return Check("resume", name, "FAIL", finding.what, finding)
