@@ -89,6 +89,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     from shardwise import Session
     from shardwise.checkpoint.state import local_part
     from shardwise.config import parse_config
+    from shardwise.parallel.replicate import gradient_bytes
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29571"
@@ -130,6 +131,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
             "optimizer": sum(_held(t) for each in state.values() for t in each.values() if t.ndim) / (2 * whole),
             "sent": sent / STEPS / size / 1e6,
             "whole": whole / 1e6,
+            "compressed": gradient_bytes(session.parts.spread.whole, config.training.ddp)[1] / 1e6,
             "outside": 1
             - sum(p.numel() * 4 for b in session.task.blocks(session.parts.spread.whole) for p in b.parameters())
             / whole,
@@ -147,14 +149,14 @@ def _held(tensor: Any) -> int:
 
 def row(way: str, results: list[dict[str, Any]], ranks: int) -> str:
     most = {key: max(result[key] for result in results) for key in results[0]}
-    held, sent = theory(way, ranks, most["whole"], most["outside"])
+    held, sent = theory(way, ranks, most["whole"], most["outside"], most["compressed"])
     return (
         f"| {way} | {most['parameters']:.1%} | {most['gradients']:.1%} | {most['optimizer']:.1%} | {held} | {most['sent']:.2f} | "
         f"{sent} | {most['seconds']:.3f} |"
     )
 
 
-def theory(way: str, n: int, whole: float, outside: float) -> tuple[str, str]:
+def theory(way: str, n: int, whole: float, outside: float, compressed: float) -> tuple[str, str]:
     """What is held of parameters, gradients and optimizer state; MB that a rank sends per step, on a ring.
 
     Blocks are gathered twice under FULL_SHARD, what is `outside` them once. gloo's reduce-scatter sends what an all-reduce
@@ -166,7 +168,7 @@ def theory(way: str, n: int, whole: float, outside: float) -> tuple[str, str]:
     if way == "ddp, fp16 gradients":
         return "100, 100, 100%", f"{ring:.2f}"
     if way.startswith("ddp, powersgd"):
-        return "100, 100, 100%", "see the log"
+        return "100, 100, 100%", f"{2 * (n - 1) / n * compressed:.2f}"
     if way == "zero1":
         return f"100, 100, {1 / n:.0%}", f"{3 * ring:.2f}"
     if way == "fsdp FULL_SHARD":
