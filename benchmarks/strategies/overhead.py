@@ -57,11 +57,18 @@ def next_tokens(model: Any, ids: Any) -> Any:
 
 
 def by_hand(wrap: Callable[[Any], Any], clip: Callable[[Any], Any]) -> Times:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    loader, step = hand_written(wrap, clip)
+    return timed(loader, step)
+
+
+def hand_written(wrap: Callable[[Any], Any], clip: Callable[[Any], Any]) -> tuple[Any, Callable[[Any], None]]:
     import torch
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dist.init_process_group("gloo")
     model = wrap(build())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = samples(dist.get_world_size())
@@ -75,19 +82,19 @@ def by_hand(wrap: Callable[[Any], Any], clip: Callable[[Any], Any]) -> Times:
         optimizer.zero_grad()
         loss.item()
 
-    return timed(loader, step)
+    return loader, step
 
 
-def ddp_by_hand() -> Times:
+def plain_ddp() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     import torch
 
-    return by_hand(
+    return (
         lambda model: torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
         lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     )
 
 
-def fsdp_by_hand() -> Times:
+def plain_fsdp() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -96,10 +103,12 @@ def fsdp_by_hand() -> Times:
             fully_shard(layer)
         return fully_shard(model)
 
-    return by_hand(wrap, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor())
+    return wrap, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
 
 
-def shardwise(strategy: str) -> Times:
+def shardwise(strategy: str, beside: Callable[[], tuple[Any, Any]] | None = None) -> Times:
+    """`beside`: every step of ours is followed, or in turn preceded, by one by hand in the same process; the result is then
+    what ours took in excess, as a share, step by step."""
     from shardwise import Loss, Session
     from shardwise.config import parse_config
 
@@ -112,7 +121,23 @@ def shardwise(strategy: str) -> Times:
             loss=lambda model, ids: Loss(next_tokens(model, ids) * ids[:, 1:].numel(), ids[:, 1:].numel()),
             count=lambda ids: ids[:, 1:].numel(),
         )
-        return timed(session.batches(), session.step)
+        if beside is None:
+            return timed(session.batches(), session.step)
+        return excess(session.batches(), session.step, *hand_written(*beside()))
+
+
+def excess(ours: Any, our_step: Any, theirs: Any, their_step: Any) -> Times:
+    both = [(iter(ours), our_step), (iter(theirs), their_step)]
+    found = []
+    for number in range(STEPS + SKIPPED):
+        seconds = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            began = time.perf_counter()
+            batches, step = both[which]
+            step(next(batches))
+            seconds[which] = time.perf_counter() - began
+        found.append(seconds[0] / seconds[1] - 1)
+    return found[SKIPPED:]
 
 
 def accelerate() -> Times:
@@ -181,12 +206,16 @@ def timed(batches: Any, step: Callable[[Any], Any]) -> Times:
 
 
 CONTENDERS: dict[str, Callable[[], Times]] = {
-    "DDP by hand": ddp_by_hand,
+    "DDP by hand": lambda: by_hand(*plain_ddp()),
     "shardwise ddp": lambda: shardwise("ddp"),
     "Accelerate, DDP": accelerate,
     "Lightning, DDP": lightning,
-    "fully_shard by hand": fsdp_by_hand,
+    "fully_shard by hand": lambda: by_hand(*plain_fsdp()),
     "shardwise fsdp": lambda: shardwise("fsdp"),
+}
+IN_TURN: dict[str, Callable[[], Times]] = {
+    "ddp in turn": lambda: shardwise("ddp", plain_ddp),
+    "fsdp in turn": lambda: shardwise("fsdp", plain_fsdp),
 }
 
 
@@ -197,22 +226,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--one", choices=CONTENDERS)
+    parser.add_argument("--one", choices=[*CONTENDERS, *IN_TURN])
     args = parser.parse_args()
     if args.one:
         import torch
 
         torch.set_num_threads(1)
-        times = CONTENDERS[args.one]()
+        times = (CONTENDERS | IN_TURN)[args.one]()
         if os.environ["RANK"] == "0":
             print(json.dumps(times))
         return
     rounds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    overheads = {name: [share for _ in range(args.rounds) for share in launch(name)] for name in IN_TURN}
+    for name, shares in overheads.items():
+        print(f"{name:<22} {statistics.median(shares):+.1%}", flush=True)
     for _ in range(args.rounds):
         for name in CONTENDERS:
             rounds[name].append(statistics.median(launch(name)))
             print(f"{name:<22} {rounds[name][-1] * 1e3:.1f} ms", flush=True)
-    text = report(rounds, args.rounds)
+    text = report(rounds, overheads, args.rounds)
     print(text)
     if args.write:
         args.write.write_text(text)
@@ -238,7 +270,7 @@ def launch(name: str) -> Times:
     return list(json.loads(outputs[0][0].splitlines()[-1]))
 
 
-def report(rounds: dict[str, list[float]], number: int) -> str:
+def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], number: int) -> str:
     def against(name: str, base: str) -> str:
         """The median over the rounds of what one took in excess of the other in the same round."""
         ratios = [mine / theirs - 1 for mine, theirs in zip(rounds[name], rounds[base], strict=True)]
@@ -259,6 +291,18 @@ def report(rounds: dict[str, list[float]], number: int) -> str:
         base = "fully_shard by hand" if "fsdp" in name or "fully" in name else "DDP by hand"
         excess = "" if name == base else against(name, base)
         lines.append(f"| {name} | {statistics.median(rounds[name]) * 1e3:.1f} | {excess} |")
+    lines += [
+        "",
+        "The machine is shared, and differs more from run to run than contenders do. So, for the overhead of the engine, a step "
+        "of ours and one by hand in turn, in the same two processes, and what ours took in excess:",
+        "",
+    ]
+    for name, shares in overheads.items():
+        quarters = statistics.quantiles(shares, n=4)
+        lines.append(
+            f"- {name.removesuffix(' in turn')}: {quarters[1]:+.1%} (median of {len(shares)} steps; half of them between "
+            f"{quarters[0]:+.1%} and {quarters[2]:+.1%})"
+        )
     return "\n".join(lines) + "\n"
 
 

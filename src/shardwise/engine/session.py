@@ -35,25 +35,19 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
 from shardwise.errors import ConfigError, DataError, ShardwiseError
-from shardwise.parallel import Layout, World, spread
+from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
 
 
 class Session:
     def __init__(self, config: Config | str | Path) -> None:
         self.config = config if isinstance(config, Config) else load_config(config)
-        training = self.config.training
-        self.world = World.join(training.device, connect=self._needs_group())
-        if training.num_gpus not in (None, self.world.size):
+        self.world = World.join(self.config.training.device, connect=self._needs_group())
+        try:
+            self._take_place()
+        except ShardwiseError:
             self.world.leave()
-            raise ConfigError(
-                f"training.num_gpus: {training.num_gpus}, but {self.world.size} rank(s) were started. "
-                f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
-            )
-        self.strategy = self.config.strategy_on(self.world.size)
-        self.layout = Layout.of(self.strategy, training, self.world)
-        self.batching: Batching = resolve_batching(training, self._devices_with_data())
-        self._check_strategy()
+            raise
         self.store = CheckpointStore(Path(self.config.checkpoint_folder))
         self.cursor = Cursor()
         self.steps_done = 0
@@ -73,6 +67,19 @@ class Session:
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
 
+    def _take_place(self) -> None:
+        """What follows from the config and the number of ranks; refused if they do not go together."""
+        training, ranks = self.config.training, self.world.size
+        if training.num_gpus not in (None, ranks):
+            raise ConfigError(
+                f"training.num_gpus: {training.num_gpus}, but {ranks} rank(s) were started. "
+                f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
+            )
+        self.strategy = self.config.strategy_on(ranks)
+        self.layout = Layout.of(self.strategy, training, self.world)
+        self.batching: Batching = resolve_batching(training, self._devices_with_data())
+        refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
+
     def _needs_group(self) -> bool | None:
         alone = self.config.strategy_on(1) in ("single", "dp")
         return None if alone else True
@@ -83,19 +90,6 @@ class Session:
 
     def _over_devices(self) -> bool:
         return self.strategy == "dp" and self.world.device.type == "cuda"
-
-    def _check_strategy(self) -> None:
-        training = self.config.training
-        if self.strategy in ("single", "dp") and self.world.size > 1:
-            raise ConfigError(
-                f"strategy: {self.strategy} is one process, but {self.world.size} ranks were started; ddp is for several"
-            )
-        if training.ddp.comm_hook != "none" and self.strategy not in ("ddp", "zero1"):
-            raise ConfigError(
-                f"training.ddp.comm_hook: {training.ddp.comm_hook} works under ddp and zero1, not under {self.strategy}"
-            )
-        if self.strategy in ("ddp", "zero1") and training.ddp.static_graph and self.batching.accumulation > 1:
-            raise ConfigError("training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)")
 
     def __enter__(self) -> Session:
         return self

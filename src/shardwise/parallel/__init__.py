@@ -3,8 +3,9 @@
 Knows nothing of tasks, data or the loop.
 """
 
+from shardwise.parallel.combine import refuse_combinations
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.spread import Spread, spread
 from shardwise.parallel.world import World
 
-__all__ = ["Layout", "Spread", "World", "spread"]
+__all__ = ["Layout", "Spread", "World", "refuse_combinations", "spread"]

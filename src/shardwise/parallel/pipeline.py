@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.config import Fsdp, Training
 from shardwise.config.schema import Pipeline as Options
 from shardwise.errors import ConfigError
+from shardwise.parallel.combine import FINE
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
@@ -56,7 +57,6 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-_FINE = ("interleaved", "zero_bubble")
 
 
 def build_pipeline(
@@ -71,10 +71,14 @@ def build_pipeline(
     """This rank's pieces of the model, each with its own weights. `trial` runs the model on a few samples on the CPU."""
     options = training.pipeline or Options()
     stages = layout.size("stage")
-    count = stages * (options.pieces_per_rank if options.schedule in _FINE else 1)
+    count = stages * (options.pieces_per_rank if options.schedule in FINE else 1)
     shape = copy.deepcopy(shape).to("meta")
     blocks = find_blocks(shape)
-    _check(options, training, len(blocks), count, stages, micro_batches)
+    if len(blocks) < count:
+        raise ConfigError(
+            f"strategy pipeline: the model has {len(blocks)} block(s), too few for {count} pieces ({options.schedule} on "
+            f"{stages} stages). Use fewer training.pipeline.stages, or fsdp"
+        )
     if options.schedule == "zero_bubble" and has_shared_ends(shape, blocks):
         raise ConfigError(
             "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
@@ -175,7 +179,7 @@ class Pipeline(nn.Module):
         stages = [self._stage(piece) for piece in self.pieces]
         kind = _SCHEDULES[self.options.schedule]
         self._schedule = kind(
-            stages if self.options.schedule in _FINE else stages[0],
+            stages if self.options.schedule in FINE else stages[0],
             self.micro_batches,
             loss_fn=lambda output, target: output,
             scale_grads=False,
@@ -311,32 +315,6 @@ class Pipeline(nn.Module):
 
 def _nothing(model: nn.Module, micro: Any) -> Tensor:
     raise NotImplementedError
-
-
-def _check(options: Options, training: Training, blocks: int, pieces: int, stages: int, micro_batches: int) -> None:
-    if blocks < pieces:
-        raise ConfigError(
-            f"strategy pipeline: the model has {blocks} block(s), too few for {pieces} pieces ({options.schedule} on {stages} "
-            "stages). Use fewer training.pipeline.stages, or fsdp"
-        )
-    if training.precision == "16-mixed":
-        raise ConfigError(
-            "strategy pipeline does not go with precision 16-mixed, whose overflows the stages would each "
-            "judge on their own; use bf16-mixed"
-        )
-    if training.fsdp is not None and training.fsdp.cpu_offload:
-        raise ConfigError("training.fsdp.cpu_offload does not go with strategy pipeline; fsdp alone can do it")
-    rounds = max(1, micro_batches // stages)
-    fits = (
-        micro_batches % rounds == 0
-        if options.schedule in _FINE
-        else micro_batches >= stages or options.schedule == "gpipe"
-    )
-    if not fits:
-        raise ConfigError(
-            f"training.pipeline.schedule: {options.schedule} on {stages} stages cannot take {micro_batches} micro-batch(es) per "
-            f"step: set training.gradient_accumulation to {stages * max(1, -(-micro_batches // stages))}"
-        )
 
 
 def _times(

@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.config import Ddp
-from shardwise.errors import ConfigError
 from shardwise.parallel.world import World
 
 
@@ -29,7 +28,7 @@ def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[Distribute
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
     )
-    return model, _compress(model, options, world)
+    return model, _compress(model, options)
 
 
 class PowerSGD:
@@ -95,12 +94,10 @@ def _bucket(module: nn.Module, options: Ddp, world: World) -> float:
     return 1 + sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) / 2**20
 
 
-def _compress(model: DistributedDataParallel, options: Ddp, world: World) -> PowerSGD | None:
+def _compress(model: DistributedDataParallel, options: Ddp) -> PowerSGD | None:
     if options.comm_hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif options.comm_hook == "bf16":
-        if world.device.type == "cpu":
-            raise ConfigError("training.ddp.comm_hook: bf16 needs NCCL; between CPU ranks fp16 does the same")
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif options.comm_hook == "powersgd":
         state: Any = powerSGD_hook.PowerSGDState(

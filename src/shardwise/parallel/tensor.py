@@ -18,10 +18,6 @@ TensorPlan = Callable[[nn.Module, int, bool], Mapping[str, Any] | None]
 
 
 def split_matrices(model: nn.Module, plan: TensorPlan, training: Training, layout: Layout) -> None:
-    if training.precision == "16-mixed":
-        raise ConfigError(
-            "strategy tensor does not go with precision 16-mixed (torch 2.13 cannot unscale); use bf16-mixed"
-        )
     ranks = layout.size("tensor")
     styles = plan(model, ranks, bool(training.tensor and training.tensor.sequence_parallel))
     if styles is None:
