@@ -259,12 +259,94 @@ class _Outside(nn.Module):
         return self.head(hidden)
 
 
+class _Around(nn.Module):
+    """What models do around their blocks, by name."""
+
+    def __init__(self, toy: Any, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embedding = kind, toy.embedding
+        self.condition = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+        self.layers = nn.ModuleList(_Fed(layer) for layer in toy.layers)
+        self.norm, self.head = toy.norm, toy.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.condition(self.embedding(ids))
+        hidden, outputs = first, []
+        for layer in [*self.layers, *(self.layers if self.kind == "twice" else [])]:
+            extra = {"conditioned": lambda: self.condition(self.embedding(ids)), "fed a buffer": lambda: self.scale}
+            hidden = layer(hidden, extra.get(self.kind, lambda: None)(), in_place=self.kind == "in place")
+            outputs.append(hidden)
+        if self.kind == "skip":
+            hidden = hidden + first
+        return self.head(self.norm(torch.stack(outputs).sum(0) if self.kind == "all outputs" else hidden))
+
+
+class _Fed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor, extra: Tensor | None, in_place: bool) -> Tensor:
+        if in_place:
+            hidden *= 0.5
+        return self.block(hidden if extra is None else hidden * extra)
+
+
+class _Conditioned(Ragged):
+    kind = "conditioned"
+
+    def build_model(self) -> nn.Module:
+        return _Around(super().build_model(), self.kind)
+
+
+class _Twice(_Conditioned):
+    kind = "twice"
+
+
+class _Skip(_Conditioned):
+    kind = "skip"
+
+
+class _AllOutputs(_Conditioned):
+    kind = "all outputs"
+
+
+class _FedABuffer(_Conditioned):
+    kind = "fed a buffer"
+
+
+class _InPlace(_Conditioned):
+    kind = "in place"
+
+
+@pytest.mark.parametrize("kind", ["_FedABuffer", "_InPlace"])
+def test_a_pipeline_takes_blocks_that_are_given_buffers_or_change_their_input(
+    fresh_ranks: FreshRanks, kind: str
+) -> None:
+    text = CONFIG.replace("tests.tasks:Ragged", f"tests.distributed.test_strategies:{kind}")
+    train = functools.partial(work.train, evaluate=True)
+    one = fresh_ranks.run(1, train, text, ["training.strategy=single", "training.batch_size=12"])[0]
+    two = fresh_ranks.run(2, train, text, ["training.pipeline.stages=2", "training.batch_size=3"])
+    together = {name: weight for result in two for name, weight in result["weights"].items()}
+    assert_same_curve({**two[0], "weights": together}, one)
+    assert two[0]["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+
+
+def _cut(kind: str, message: str) -> tuple[int, list[str], str]:
+    return 2, [f"task=tests.distributed.test_strategies:{kind}", "training.pipeline.schedule=gpipe"], message
+
+
 REFUSED: dict[str, tuple[int, list[str], str]] = {
-    "blocks with something between them": (
-        2,
-        ["task=tests.distributed.test_strategies:_OutsideResidual", "training.pipeline.schedule=gpipe"],
-        "block 1 does not take the output of the block before as it is",
+    "blocks with something between them": _cut(
+        "_OutsideResidual", "block 1 does not take the output of the block before as it is"
     ),
+    "blocks conditioned on what is made before them": _cut(
+        "_Conditioned", "block 0 also takes what is made of weights"
+    ),
+    "blocks that are run twice": _cut("_Twice", "does not call its blocks once each and in their order"),
+    "a sum of the first and the last": _cut("_Skip", "needs more than the output of the last one"),
+    "a sum of all outputs": _cut("_AllOutputs", "needs more than the output of the last one"),
     "more pieces than blocks": (
         2,
         ["training.pipeline.schedule=interleaved", "model.layers=3"],

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, load_own, save_from
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
@@ -166,13 +168,13 @@ class Session:
         spread_model.model.train()
         return spread_model.model
 
-    def _trial(self, model: nn.Module) -> torch.Tensor:
-        """The loss of the first samples, on the CPU: for a look at how long the parts of a model take."""
-        first = self.order().part(0, 0, min(self.batching.batch_size, len(self.train_data)))
+    def _trial(self, model: nn.Module, device: torch.device) -> torch.Tensor:
+        """The loss of the first samples: for a look at what a model does, and how long its parts take."""
+        first = np.arange(min(self.batching.batch_size, len(self.train_data)))
         reader = Reader(self.train_data, self.task.collate, self.task.count, self.config.seed)
         read = reader.read(Work(first, (len(first),), epoch=0))
         inputs = read.inputs if isinstance(self.train_data, BatchedSamples) else read.inputs[0]
-        return self.task.loss(model, inputs).sum
+        return self.task.loss(model, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)).sum
 
     def _make_task(self) -> Task:
         kind = load_task_class(self.config.task)

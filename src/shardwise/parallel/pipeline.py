@@ -50,6 +50,8 @@ class MicroBatch(Protocol):
 
 Forward = Callable[[nn.Module, Any], Tensor]
 """(model, micro-batch) → its weighted loss."""
+Trial = Callable[[nn.Module, torch.device], Tensor]
+"""(model, device) → the loss of a few samples."""
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -66,9 +68,9 @@ def build_pipeline(
     training: Training,
     layout: Layout,
     micro_batches: int,
-    trial: Callable[[nn.Module], Tensor],
+    trial: Trial,
 ) -> Pipeline:
-    """This rank's pieces of the model, each with its own weights. `trial` runs the model on a few samples on the CPU."""
+    """This rank's pieces of the model, each with its own weights."""
     options = training.pipeline or Options()
     stages = layout.size("stage")
     count = stages * (options.pieces_per_rank if options.schedule in FINE else 1)
@@ -84,6 +86,8 @@ def build_pipeline(
             "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
             "untie them, or use interleaved"
         )
+    sketch = Sketch(shape, find_blocks, layout.world.device)
+    sketch.check(lambda model: trial(model, layout.world.device))
     sizes = (
         weigh(shape, blocks) if options.balance == "parameters" else _times(shape, find_blocks, weights, layout, trial)
     )
@@ -99,7 +103,6 @@ def build_pipeline(
         materialize(piece, layout.world.device)
         pieces.append(piece)
     _receive(pieces, weights, layout)
-    sketch = Sketch(shape, find_blocks, layout.world.device)
     return Pipeline(shape, sketch, pieces, edges, options, layout, micro_batches, sharded=training.fsdp is not None)
 
 
@@ -135,6 +138,7 @@ class Pipeline(nn.Module):
         self._sketch = sketch
         self.names = graft(shape, pieces)
         self._known: dict[Any, list[Boundary]] = {}
+        self._looked = False
         self._room: list[int] = [0] * (len(edges) - 2)
         self._schedule: Any = None
         self._forward: Forward = _nothing
@@ -217,7 +221,7 @@ class Pipeline(nn.Module):
         boundaries = self._boundaries[number]
         if not piece.is_first:
             shape, _ = boundaries[piece.number - 1]
-            piece.received = incoming[: shape.numel()].view(shape)
+            piece.received = incoming[: shape.numel()].view(shape).clone()  # a block may change its input in place
         try:
             return self._forward(piece.model, self._batch[number])
         except Leave as leave:
@@ -284,8 +288,9 @@ class Pipeline(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The whole model, one stage after the other; every stage gets the result."""
-        if not self._known:  # nobody has looked at the model yet
-            self._sketch.outputs_of(lambda model: model(*args, **kwargs))
+        if not self._looked:  # this way of calling the model may do other things after the blocks than the loss
+            self._sketch.check(lambda model: model(*args, **kwargs))
+            self._looked = True
         stages = self.layout.size("stage")
         hidden: Any = None
         for number in range(self.count):
@@ -317,15 +322,13 @@ def _nothing(model: nn.Module, micro: Any) -> Tensor:
     raise NotImplementedError
 
 
-def _times(
-    shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: Layout, trial: Callable[[nn.Module], Tensor]
-) -> list[float]:
+def _times(shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: Layout, trial: Trial) -> list[float]:
     def measure() -> list[float]:
         model = materialize(copy.deepcopy(shape), torch.device("cpu"))
         model.load_state_dict(weights.state, strict=False)
         for name, buffer in model.named_buffers():
             buffer.copy_(weights.buffers[name])
-        return block_times(model.train(), find_blocks(model), trial)
+        return block_times(model.train(), find_blocks(model), lambda whole: trial(whole, torch.device("cpu")))
 
     return layout.world.on_first(measure)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ConfigError
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.pipeline import Pipeline, build_pipeline
+from shardwise.parallel.pipeline import Pipeline, Trial, build_pipeline
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.replicate import PowerSGD, over_devices, replicate
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
@@ -97,7 +97,7 @@ def spread(
     training: Training,
     layout: Layout,
     micro_batches: int,
-    trial: Callable[[nn.Module], torch.Tensor],
+    trial: Trial,
 ) -> Spread:
     """Tensor types → batch norm → stages → split matrices → activation checkpointing → sharding or replicas → weights,
     in this order for every model."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import ShardwiseError
 from shardwise.parallel.weights import FindBlocks, original_name
@@ -52,7 +52,7 @@ class Piece(nn.Module):
             for name, parameter in model.named_parameters()
             if zones[id(parameter)] >= {BEFORE, AFTER} and (self.is_first or self.is_last)
         }
-        strip(model, blocks, mine | set(range(first, last)), device)
+        _strip(model, blocks, mine | set(range(first, last)), device)
         for index, block in enumerate(blocks):
             if not first <= index < last:
                 block.forward = _StandIn(self, block, index - first)
@@ -101,32 +101,66 @@ class _StandIn:
 
 
 class Sketch:
-    """A model to look at: its own code runs on the device, with zeros of no size for weights; its blocks run on meta.
+    """A model to look at: its own code runs on the device, with weights of no size; its blocks run on meta.
 
-    So what looks at numbers outside the blocks, as the making of masks may, has numbers to look at.
+    Weights before the blocks, and what all blocks but the last give, are NaN here. What a stage does not have would be
+    made of them: if a block's other arguments, or what comes after the blocks, have become NaN too, the model cannot be cut.
     """
 
     def __init__(self, shape: nn.Module, find_blocks: FindBlocks, device: torch.device) -> None:
         self.model, self.device = copy.deepcopy(shape), device
         self.blocks = find_blocks(self.model)
-        strip(self.model, self.blocks, set(), device, lasting_only=False)
+        self._marks: dict[torch.dtype, Tensor] = {}
+        self._outputs: list[Tensor] = []
+        self._to_the_end = False
+        zones = _zones(self.model, self.blocks)
+        for zone, module in _in_order(self.model, _inside(self.blocks)):
+            if zone not in (BEFORE, AFTER):
+                continue
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    del module._parameters[name]
+                    elsewhere = zones[id(parameter)] == {BEFORE}
+                    module.__dict__[name] = self._marked(parameter) if elsewhere else _filled(parameter, device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _filled(buffer, device).clone()
         for position, block in enumerate(self.blocks):
             block.forward = partial(self._block, position, block.forward)
-        self._outputs: list[Tensor] = []
+
+    def check(self, job: Callable[[nn.Module], Any]) -> None:
+        """Refuse a model that does not compute the same when it is cut."""
+        if not self._is_nan(self._run(job, to_the_end=True)):
+            return
+        for mark in self._marks.values():  # is that because of what the stages lack?
+            mark.fill_(0.5)
+        needs_more = not self._is_nan(self._run(job, to_the_end=True))
+        for mark in self._marks.values():
+            mark.fill_(float("nan"))
+        raise ShardwiseError(
+            "strategy pipeline cannot cut this model: what it does after its blocks "
+            + (
+                "needs more than the output of the last one"
+                if needs_more
+                else "gives no number that could be looked at"
+            )
+            + ". Use fsdp"
+        )
 
     def outputs_of(self, job: Callable[[nn.Module], Any]) -> list[Tensor]:
-        """What the blocks give, each in its turn; refused if the model cannot be cut between them.
+        """What the blocks give, each in its turn, for its shape."""
+        self._run(job, to_the_end=False)
+        return self._outputs
 
-        A block may only get what the one before gave, unchanged: anything else that the model does in between would need
-        what a later stage does not have, as the sum of a block's input and output does.
-        """
-        self._outputs = []
+    def _run(self, job: Callable[[nn.Module], Any], *, to_the_end: bool) -> Any:
+        self._outputs, self._to_the_end = [], to_the_end
+        result = None
         try:
             # What is drawn here must not be missing later: a resumed run looks at other shapes.
             with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
-                job(self.model)
+                result = job(self.model)
         except Leave:
-            return self._outputs
+            pass
         except ShardwiseError:
             raise
         except Exception as error:
@@ -134,7 +168,9 @@ class Sketch:
                 f"strategy pipeline cannot tell the shapes between this model's blocks: {type(error).__name__}: {error}. The "
                 "blocks must be able to run on PyTorch's meta device; fsdp has no such need"
             ) from error
-        raise ShardwiseError("strategy pipeline: the model does not call all of its blocks")
+        if len(self._outputs) < len(self.blocks):
+            raise ShardwiseError("strategy pipeline: the model does not call all of its blocks")
+        return result
 
     def _block(self, position: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if position != len(self._outputs):
@@ -144,15 +180,30 @@ class Sketch:
                 f"strategy pipeline cannot cut this model: block {position} does not take the output of the block before as it "
                 "is, as its first argument. Move what the model does in between into the blocks, or use fsdp"
             )
+        if self._is_nan((args[1:], kwargs)):
+            raise ShardwiseError(
+                f"strategy pipeline cannot cut this model: block {position} also takes what is made of weights before the "
+                "blocks, or of what other blocks gave, which a later stage does not have. Use fsdp"
+            )
         meta_args, meta_kwargs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-        result = tree_map_only(Tensor, self._sized, original(*meta_args, **meta_kwargs))
+        last = position == len(self.blocks) - 1
+        sized = (lambda tensor: _filled(tensor, self.device)) if last else self._marked
+        result = tree_map_only(Tensor, sized, original(*meta_args, **meta_kwargs))
         self._outputs.append(result[0] if isinstance(result, tuple) else result)
-        if len(self._outputs) == len(self.blocks):
+        if last and not self._to_the_end:
             raise Leave(self._outputs[-1])
         return result
 
-    def _sized(self, tensor: Tensor) -> Tensor:
-        return torch.zeros((), dtype=tensor.dtype, device=self.device).expand(tensor.shape)
+    def _marked(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return _filled(tensor, self.device)
+        if tensor.dtype not in self._marks:
+            self._marks[tensor.dtype] = torch.full((), float("nan"), dtype=tensor.dtype, device=self.device)
+        return self._marks[tensor.dtype].expand(tensor.shape)
+
+    def _is_nan(self, value: Any) -> bool:
+        floats = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        return any(bool(leaf.isnan().any()) for leaf in floats)
 
 
 def weigh(model: nn.Module, blocks: list[nn.Module]) -> list[int]:
@@ -202,12 +253,9 @@ def graft(shape: nn.Module, pieces: Sequence[Piece]) -> nn.Module:
     return tree
 
 
-def strip(
-    model: nn.Module, blocks: list[nn.Module], mine: set[Any], device: torch.device, *, lasting_only: bool = True
-) -> None:
-    """Parameters and buffers of zones that are not `mine` become plain attributes: zeros that take no memory, or, in
-    blocks, tensors on meta. `lasting_only`: a buffer outside the blocks that is in no state dict stays: it is a constant.
-    """
+def _strip(model: nn.Module, blocks: list[nn.Module], mine: set[Any], device: torch.device) -> None:
+    """Parameters of zones that are not `mine` become plain attributes: zeros that take no memory, or, in blocks, tensors on
+    meta. Buffers outside the blocks stay, for the blocks may be given them, but only their own piece saves them."""
     inside = _inside(blocks)
     zones = _zones(model, blocks)
     for zone, module in _in_order(model, inside):
@@ -215,12 +263,15 @@ def strip(
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not zones[id(parameter)] & mine:
                 del module._parameters[name]
-                module.__dict__[name] = _nothing_like(parameter, here)
+                module.__dict__[name] = torch.zeros((), dtype=parameter.dtype, device=here).expand(parameter.shape)
         for name, buffer in list(module._buffers.items()):
-            constant = lasting_only and name in module._non_persistent_buffers_set and id(module) not in inside
-            if buffer is not None and zone not in mine and not constant:
+            if buffer is None or zone in mine:
+                continue
+            if id(module) in inside:
                 del module._buffers[name]
                 module.__dict__[name] = torch.zeros_like(buffer, device=here)
+            else:
+                module._non_persistent_buffers_set.add(name)
 
 
 def _zones(model: nn.Module, blocks: list[nn.Module]) -> dict[int, set[Any]]:
@@ -264,6 +315,7 @@ def _refuse_weights_shared_over_edges(model: nn.Module, zones: dict[int, set[Any
             )
 
 
-def _nothing_like(parameter: Tensor, device: torch.device) -> Tensor:
-    """Zeros of this shape that take no memory."""
-    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    """Of this shape and without a size: halves, or zeros where they are whole numbers."""
+    value = 0.5 if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
