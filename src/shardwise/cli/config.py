@@ -62,12 +62,16 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
     from shardwise.config.load import OWN, make_task
     from shardwise.launch.local import local_rank_count
+    from shardwise.parallel import Layout, World, refuse_combinations
     from shardwise.watch.run_folder import dump_config
 
     config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
     batching = resolve_batching(training, config.copies_on(world))
+    strategy, device = config.strategy_on(world), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layout = Layout.of(strategy, training, World(rank=0, size=world, device=device, local_rank=0, connected=False))
+    refuse_combinations(strategy, training, layout, batching.accumulation)
     lr = resolve_learning_rate(training, batching.global_batch)
     print(dump_config(config), end="")
     print("\n# what follows from it")
@@ -98,19 +102,22 @@ def _advise(args: argparse.Namespace) -> int:
     from shardwise.parallel.weights import build_shape
     from shardwise.plan import Machines, ModelSizes, advise
     from shardwise.plan.advise import gib
+    from shardwise.tasks import Task
 
     config = load_config(args.config, args.set)
     if config.task == OWN:
         raise ConfigError("config advise looks at a task's model; with task: own the model is made by your script")
-    devices = args.gpus or config.training.num_gpus or max(1, torch.cuda.device_count())
-    nodes = args.nodes or config.training.num_nodes
+    devices = args.gpus if args.gpus is not None else config.training.num_gpus or max(1, torch.cuda.device_count())
+    nodes = config.training.num_nodes if args.nodes is None else args.nodes
+    if devices < 1 or nodes < 1 or (args.memory is not None and not 0 < args.memory < float("inf")):
+        raise ConfigError("--gpus and --nodes must be 1 or more, and --memory a number above 0")
     if devices % nodes:
         raise ConfigError(f"{devices} devices cannot be spread evenly over {nodes} machines")
     task = make_task(config)
     task.prepare_data()
     shape = build_shape(task.build_model)
     sizes = ModelSizes.of(shape, task.blocks(shape))
-    memory = args.memory * 2**30 if args.memory else _device_memory()
+    memory = _device_memory() if args.memory is None else args.memory * 2**30
     found = advise(sizes, config.training, Machines(devices, nodes, memory, args.slow_network))
     print(
         f"{config.name}: {sizes.parameters:,} parameters, {devices} device(s) of {gib(memory)} on {nodes} machine(s)\n"
@@ -122,6 +129,8 @@ def _advise(args: argparse.Namespace) -> int:
         parts = (state.weights, state.gradients, state.optimizer, state.gathered, state.total)
         print(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
     print("\n" + "\n".join(found.reasons))
+    if found.strategy == "tensor" and type(task).tensor_plan is Task.tensor_plan:
+        print("This task does not say how its matrices are split (Task.tensor_plan): that must be written first.")
     print("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
     print("training:\n" + "\n".join(f"  {line}" for line in found.lines))
     return 0

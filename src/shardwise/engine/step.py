@@ -219,7 +219,7 @@ def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
 
 
 def _wanting(parts: Parts) -> str:
-    return "pipeline" if parts.spread.pipeline is not None else "ddp"
+    return parts.config.strategy_on(parts.world.size)
 
 
 def _remedy(parts: Parts) -> str:

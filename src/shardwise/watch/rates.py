@@ -107,4 +107,4 @@ def short(number: float) -> str:
     for size, mark in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.1f}{mark}"
-    return f"{number:.1f}"
+    return f"{number:.1f}".removesuffix(".0")
