@@ -68,9 +68,9 @@ def _show(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
-    batching = resolve_batching(training, config.copies_on(world))
     strategy, device = config.strategy_on(world), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layout = Layout.of(strategy, training, World(rank=0, size=world, device=device, local_rank=0, connected=False))
+    batching = resolve_batching(training, layout.data_size)
     refuse_combinations(strategy, training, layout, batching.accumulation)
     lr = resolve_learning_rate(training, batching.global_batch)
     print(dump_config(config), end="")

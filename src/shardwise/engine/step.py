@@ -124,7 +124,7 @@ def run_step(
         )
     if parts.spread.needs_every_gradient and len(grads) < len(parts.parameters):
         raise _unused_parameters(parts, step + 1)
-    norm, loss_sum = torch.stack([_norm(parts), total]).tolist()
+    norm, loss_sum = torch.stack([_norm(parts, grads), total]).tolist()
     result = StepResult(
         step + 1,
         skipped=not math.isfinite(norm),
@@ -164,11 +164,11 @@ def _filled(micro: list[MicroBatch], number: int) -> list[MicroBatch]:
     return [*micro, *[idle] * (number - len(micro))]
 
 
-def _norm(parts: Parts) -> torch.Tensor:
+def _norm(parts: Parts, grads: list[torch.Tensor]) -> torch.Tensor:
     """Of the gradient of the whole model, wherever its parts are."""
     pipeline = parts.spread.pipeline
     if pipeline is None:
-        return global_norm(gradients(parts.parameters)).to(parts.world.device)
+        return global_norm(grads).to(parts.world.device)
     elsewhere = pipeline.counted_elsewhere
     own = gradients(parameter for parameter in parts.parameters if id(parameter) not in elsewhere)
     return pipeline.norm_over_stages(global_norm(own))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -141,9 +141,9 @@ class Pipeline(nn.Module):
         self._looked = False
         self._room: list[int] = [0] * (len(edges) - 2)
         self._schedule: Any = None
-        self._forward: Forward = _nothing
-        self._batch: Sequence[MicroBatch] = ()
-        self._boundaries: list[list[Boundary]] = []
+        self._forward: Forward
+        self._batch: Sequence[MicroBatch]
+        self._boundaries: list[list[Boundary]]
         self.busy = 0.0
         """Seconds of computing in the last step, where they can be told from the host."""
 
@@ -253,13 +253,13 @@ class Pipeline(nn.Module):
             for grad, part in zip(alike, flat.split([grad.numel() for grad in alike]), strict=True):
                 grad.copy_(part.view_as(grad))
 
-    @property
+    @cached_property
     def shared(self) -> list[nn.Parameter]:
         """Weights of this rank that the stage at the other end of the pipeline holds too."""
         pieces: Any = self.pieces
         return [parameter for piece in pieces for parameter in piece.shared()]
 
-    @property
+    @cached_property
     def counted_elsewhere(self) -> set[int]:
         """Of those, the ids of the ones whose gradient the first stage counts in the norm."""
         return set() if self.layout.stage == 0 else {id(parameter) for parameter in self.shared}
@@ -316,10 +316,6 @@ class Pipeline(nn.Module):
             hidden = torch.empty(about[0][0], dtype=about[0][1], device=self.layout.world.device)
             dist.recv(hidden, src=source, group=self.group)
         return hidden
-
-
-def _nothing(model: nn.Module, micro: Any) -> Tensor:
-    raise NotImplementedError
 
 
 def _times(shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: Layout, trial: Trial) -> list[float]:

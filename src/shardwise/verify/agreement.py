@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.processes import Outcome
@@ -17,17 +18,14 @@ def check_agreement(ranks: Outcome) -> list[Check]:
 
 def _weights(ranks: Outcome) -> Iterator[Check]:
     first = ranks.record(0)["weight_digests"]
-    for rank in ranks.ranks[1:]:
-        mine = ranks.record(rank.rank)["weight_digests"]
-        different = [name for name in mine if first.get(name, mine[name]) != mine[name]]
-        if different:
-            steps = len(rank.steps)
-            text = (
-                f"after {steps} steps rank {rank.rank} holds other weights than rank 0: {len(different)} of {len(mine)}, "
-                f"{different[0]} first"
-            )
-            yield _failed("weights", Finding(Cause.SOME_RANKS_UPDATE, text, different[0], rank.rank, steps))
-            return
+    for rank, mine, different in _unlike(ranks, first, lambda record: record["weight_digests"]):
+        steps = len(ranks.ranks[rank].steps)
+        text = (
+            f"after {steps} steps rank {rank} holds other weights than rank 0: {len(different)} of {len(mine)}, "
+            f"{different[0]} first"
+        )
+        yield _failed("weights", Finding(Cause.SOME_RANKS_UPDATE, text, different[0], rank, steps))
+        return
     yield Check(
         "agreement",
         "weights",
@@ -39,14 +37,11 @@ def _weights(ranks: Outcome) -> Iterator[Check]:
 def _buffers(ranks: Outcome) -> Iterator[Check]:
     """At the checkpoint: buffers are those of rank 0 when they are saved or evaluated with."""
     first = ranks.record(0)["snapshots"]["saved"]["buffers"]
-    for rank in ranks.ranks[1:]:
-        mine = ranks.record(rank.rank)["snapshots"]["saved"]["buffers"]
-        different = [name for name in mine if first.get(name, mine[name]) != mine[name]]
-        if different:
-            step = ranks.record(0)["snapshots"]["saved"]["steps_done"]
-            text = f"when step {step} is saved, rank {rank.rank} has another {different[0]} than rank 0"
-            yield _failed("buffers", Finding(Cause.STALE_BUFFERS, text, different[0], rank.rank, step))
-            return
+    for rank, _, different in _unlike(ranks, first, lambda record: record["snapshots"]["saved"]["buffers"]):
+        step = ranks.record(0)["snapshots"]["saved"]["steps_done"]
+        text = f"when step {step} is saved, rank {rank} has another {different[0]} than rank 0"
+        yield _failed("buffers", Finding(Cause.STALE_BUFFERS, text, different[0], rank, step))
+        return
     if first:
         yield Check(
             "agreement",
@@ -54,6 +49,16 @@ def _buffers(ranks: Outcome) -> Iterator[Check]:
             "pass",
             f"{len(first)} running buffers are the same on all ranks when they are saved",
         )
+
+
+def _unlike(
+    ranks: Outcome, first: dict[str, Any], look: Callable[[dict[str, Any]], dict[str, Any]]
+) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
+    """Ranks whose digests are not rank 0's: the rank, its digests, and the names that differ. What only they hold is theirs."""
+    for rank in ranks.ranks[1:]:
+        mine = look(ranks.record(rank.rank))
+        if different := [name for name in mine if first.get(name, mine[name]) != mine[name]]:
+            yield rank.rank, mine, different
 
 
 def _branches(ranks: Outcome) -> Iterator[Check]:
