@@ -2,8 +2,9 @@
 
 python benchmarks/strategies/overhead.py [--rounds 5] [--write benchmarks/strategies/DATE-overhead.md]
 
-The same Llama, the same random tokens, AdamW, clipping, one micro-batch of 8 × 128 tokens per rank and step. Every contender
-runs in processes of its own, in turn, several rounds. Needs: pip install accelerate lightning
+The same Llama, the same random tokens, AdamW, clipping, one micro-batch of 8 × 128 tokens per rank and step. First every
+contender in turn with ours, step by step in the same two processes, which is what a shared machine can compare; then each in
+processes of its own, several rounds. Needs: pip install accelerate lightning
 """
 
 from __future__ import annotations
@@ -106,9 +107,8 @@ def plain_fsdp() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     return wrap, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
 
 
-def shardwise(strategy: str, beside: Callable[[], tuple[Any, Any]] | None = None) -> Times:
-    """`beside`: every step of ours is followed, or in turn preceded, by one by hand in the same process; the result is then
-    what ours took in excess, as a share, step by step."""
+def shardwise(strategy: str, measure: Callable[[Any, Any], Times] | None = None) -> Times:
+    """`measure` is given our batches and our step; alone, they are timed."""
     from shardwise import Loss, Session
     from shardwise.config import parse_config
 
@@ -121,9 +121,12 @@ def shardwise(strategy: str, beside: Callable[[], tuple[Any, Any]] | None = None
             loss=lambda model, ids: Loss(next_tokens(model, ids) * ids[:, 1:].numel(), ids[:, 1:].numel()),
             count=lambda ids: ids[:, 1:].numel(),
         )
-        if beside is None:
-            return timed(session.batches(), session.step)
-        return excess(session.batches(), session.step, *hand_written(*beside()))
+        return (measure or timed)(session.batches(), session.step)
+
+
+def in_turn(strategy: str, contender: Callable[[], tuple[Any, Callable[[Any], Any]]]) -> Times:
+    """Every step of ours is followed, or in turn preceded, by one of theirs in the same process: what ours took in excess."""
+    return shardwise(strategy, lambda batches, step: excess(batches, step, *contender()))
 
 
 def excess(ours: Any, our_step: Any, theirs: Any, their_step: Any) -> Times:
@@ -140,7 +143,7 @@ def excess(ours: Any, our_step: Any, theirs: Any, their_step: Any) -> Times:
     return found[SKIPPED:]
 
 
-def accelerate() -> Times:
+def accelerate() -> tuple[Any, Callable[[Any], None]]:
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
@@ -159,10 +162,11 @@ def accelerate() -> Times:
         optimizer.zero_grad()
         loss.item()
 
-    return timed(loader, step)
+    return loader, step
 
 
-def lightning() -> Times:
+def lightning(between: Callable[[], float] | None = None) -> Times:
+    """Seconds of its steps; with `between`, which it calls after each and which gives ours, what ours took in excess."""
     import logging
     import warnings
 
@@ -173,6 +177,7 @@ def lightning() -> Times:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     times: Times = []
+    began = time.perf_counter()
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -186,14 +191,31 @@ def lightning() -> Times:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
         def on_train_batch_end(self, *args: Any) -> None:
-            times.append(time.perf_counter())
+            nonlocal began
+            seconds = time.perf_counter() - began
+            times.append(between() / seconds - 1 if between else seconds)
+            began = time.perf_counter()
 
     trainer = L.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp", max_epochs=1, gradient_clip_val=1.0,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Module(), DataLoader(samples(int(os.environ["WORLD_SIZE"])), BATCH, shuffle=True))  # type: ignore[arg-type]
-    return [after - before for before, after in itertools.pairwise(times)][SKIPPED:]
+    return times[SKIPPED:]
+
+
+def in_turn_with_lightning() -> Times:
+    def measure(batches: Any, step: Any) -> Times:
+        ours = iter(batches)
+
+        def one() -> float:
+            began = time.perf_counter()
+            step(next(ours))
+            return time.perf_counter() - began
+
+        return lightning(one)
+
+    return shardwise("ddp", measure)
 
 
 def timed(batches: Any, step: Callable[[Any], Any]) -> Times:
@@ -208,14 +230,16 @@ def timed(batches: Any, step: Callable[[Any], Any]) -> Times:
 CONTENDERS: dict[str, Callable[[], Times]] = {
     "DDP by hand": lambda: by_hand(*plain_ddp()),
     "shardwise ddp": lambda: shardwise("ddp"),
-    "Accelerate, DDP": accelerate,
+    "Accelerate, DDP": lambda: timed(*accelerate()),
     "Lightning, DDP": lightning,
     "fully_shard by hand": lambda: by_hand(*plain_fsdp()),
     "shardwise fsdp": lambda: shardwise("fsdp"),
 }
 IN_TURN: dict[str, Callable[[], Times]] = {
-    "ddp in turn": lambda: shardwise("ddp", plain_ddp),
-    "fsdp in turn": lambda: shardwise("fsdp", plain_fsdp),
+    "ddp, over DDP by hand": lambda: in_turn("ddp", lambda: hand_written(*plain_ddp())),
+    "ddp, over Accelerate": lambda: in_turn("ddp", accelerate),
+    "ddp, over Lightning": in_turn_with_lightning,
+    "fsdp, over fully_shard by hand": lambda: in_turn("fsdp", lambda: hand_written(*plain_fsdp())),
 }
 
 
@@ -237,9 +261,12 @@ def main() -> None:
             print(json.dumps(times))
         return
     rounds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    overheads = {name: [share for _ in range(args.rounds) for share in launch(name)] for name in IN_TURN}
+    overheads: dict[str, list[float]] = {name: [] for name in IN_TURN}
+    for _ in range(2 * args.rounds):
+        for name in IN_TURN:
+            overheads[name] += launch(name)
     for name, shares in overheads.items():
-        print(f"{name:<22} {statistics.median(shares):+.1%}", flush=True)
+        print(f"{name:<30} {statistics.median(shares):+.1%}", flush=True)
     for _ in range(args.rounds):
         for name in CONTENDERS:
             rounds[name].append(statistics.median(launch(name)))
@@ -293,14 +320,14 @@ def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], nu
         lines.append(f"| {name} | {statistics.median(rounds[name]) * 1e3:.1f} | {excess} |")
     lines += [
         "",
-        "The machine is shared, and differs more from run to run than contenders do. So, for the overhead of the engine, a step "
-        "of ours and one by hand in turn, in the same two processes, and what ours took in excess:",
+        "The machine is shared, and differs more from run to run than contenders do. So a step of ours and one of theirs in "
+        "turn, in the same two processes, and what ours took in excess:",
         "",
     ]
     for name, shares in overheads.items():
         quarters = statistics.quantiles(shares, n=4)
         lines.append(
-            f"- {name.removesuffix(' in turn')}: {quarters[1]:+.1%} (median of {len(shares)} steps; half of them between "
+            f"- {name}: {quarters[1]:+.1%} (median of {len(shares)} steps; half of them between "
             f"{quarters[0]:+.1%} and {quarters[2]:+.1%})"
         )
     return "\n".join(lines) + "\n"
