@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, save_from
+from shardwise.checkpoint import CheckpointStore, Progress, Saver
 from shardwise.checkpoint import store as store_room
 from shardwise.data import Cursor
 from shardwise.data import manifest as manifest_room
@@ -23,7 +23,7 @@ from shardwise.data.manifest import NAME, FileEntry, entry_of, problems_of, read
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
-FILES = [".metadata", "__0_0.distcp", NAME]
+FILES = [NAME, "rank-0000-000.safetensors", "tensors.json"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer.step()
     progress = Progress(7, Cursor(1, 20), 0, 0.25, 0.25, {}, global_batch=8, samples=53, seed=3)
     store = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints")
-    return save_from(model, optimizer, progress, store, World(0, 1, torch.device("cpu"), 0, connected=False))
+    saver = Saver(store, World.alone(), lambda: None)
+    saver.save(model, optimizer, progress)
+    return saver.wait()[0].path
 
 
 @pytest.fixture
@@ -252,9 +254,9 @@ def test_a_flipped_bit_at_every_byte_of_the_manifest_is_found(store: CheckpointS
 
 def test_a_surplus_file_is_found(store: CheckpointStore) -> None:
     folder = store.folder / "step-00000007"
-    for name in ("__1_0.distcp", ".hidden"):
+    for name in ("rank-0001-000.safetensors", ".hidden"):
         (folder / name).touch()
-    assert problems_of(folder) == [".hidden does not belong to it", "__1_0.distcp does not belong to it"]
+    assert problems_of(folder) == [".hidden does not belong to it", "rank-0001-000.safetensors does not belong to it"]
 
 
 def test_each_problem_is_named(store: CheckpointStore) -> None:
@@ -434,19 +436,19 @@ def test_a_folder_without_checkpoints_is_told_so(store: CheckpointStore, tmp_pat
 
 def test_a_damaged_step_named_by_itself_is_refused_and_left_where_it_is(store: CheckpointStore) -> None:
     path = store.folder / "step-00000007"
-    (path / ".metadata").unlink()
+    (path / "tensors.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         store.named(path)
-    assert str(caught.value) == f"checkpoint {path} is damaged: .metadata is missing"
+    assert str(caught.value) == f"checkpoint {path} is damaged: tensors.json is missing"
     assert path.is_dir()
 
 
 def test_a_run_with_damaged_checkpoints_only_is_told_about_each(store: CheckpointStore) -> None:
-    (store.folder / "step-00000007" / ".metadata").unlink()
+    (store.folder / "step-00000007" / "tensors.json").unlink()
     with pytest.raises(CheckpointError) as caught:
         store.named(store.folder.parent)
     first, last = str(caught.value).splitlines()
-    assert first.endswith("set aside as damaged-step-00000007: .metadata is missing")
+    assert first.endswith("set aside as damaged-step-00000007: tensors.json is missing")
     assert last == f"there is no whole checkpoint in {store.folder}"
 
 

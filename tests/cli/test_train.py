@@ -37,7 +37,7 @@ def checksums(folder: Path) -> dict[str, Any]:
     """Of the last checkpoint's files: the weights, to the bit."""
     last = sorted((folder / "runs/ragged/checkpoints").glob("step-*"))[-1]
     files = json.loads((last / "manifest.json").read_text())["files"]
-    return {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+    return {name: entry for name, entry in files.items() if name.endswith(".safetensors")}
 
 
 def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path) -> None:

@@ -49,7 +49,10 @@ def test_a_run_leaves_its_folder_as_documented(ranks: RankPool, tmp_path: Path) 
     assert evaluations == [0, 9, 18, 27]
     for rank in (0, 1):
         own = lines(run / "ranks" / f"rank-{rank:04d}.jsonl")
-        assert [line["step"] for line in own] == steps
+        assert [line["step"] for line in own if "seconds" in line] == steps
+        saved = [line for line in own if "checkpoint" in line]
+        assert [(line["step"], line["problem"]) for line in saved] == [(9, None), (18, None), (27, None)]
+        assert all(0 < line["checkpoint"]["stall"] <= line["checkpoint"]["in_place"] for line in saved)
         assert {"wait", "agree", "compute", "update"} <= own[0]["seconds"].keys()
     assert outcome["after"]["loss"] < outcome["before"]["loss"]
     record = lines(run / "metrics.jsonl")[1]
@@ -173,7 +176,7 @@ def test_resumed_before_the_first_checkpoint_the_run_begins_again_and_logs_each_
     fit(ranks, tmp_path, DDP, resume="auto")
     run = tmp_path / "runs" / "ragged"
     for file in (run / "metrics.jsonl", run / "ranks" / "rank-0000.jsonl", run / "ranks" / "rank-0001.jsonl"):
-        steps = [line["step"] for line in lines(file) if "eval" not in line]
+        steps = [line["step"] for line in lines(file) if "eval" not in line and "checkpoint" not in line]
         assert steps == sorted(set(steps)) and steps[0] == 1, file.name
 
 

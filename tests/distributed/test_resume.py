@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(ranks: Ran
     shutil.copytree(tmp_path / "checkpoints" / "step-00000003", keep)
     ranks.run(2, functools.partial(work.train, steps=6, save=True, resume="latest"), CONFIG, folder)
     shutil.copytree(keep, tmp_path / "checkpoints" / "step-00000003")
-    shard = next((tmp_path / "checkpoints" / "step-00000006").glob("__*"))
+    shard = next((tmp_path / "checkpoints" / "step-00000006").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

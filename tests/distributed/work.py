@@ -47,6 +47,7 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
             record["skipped"] = session.skipped_steps
             if save:
                 record["checkpoint"] = str(session.save(record["metrics"]))
+                session.wait()
             return record
     finally:
         step_module.loss_weight = original

@@ -3,7 +3,18 @@
 Knows the world of ranks and the data cursor; nothing of the loop.
 """
 
-from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_own, save_from
+from shardwise.checkpoint.saver import Saver, Written
+from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_own
 from shardwise.checkpoint.store import CheckpointStore, Found
 
-__all__ = ["CheckpointStore", "Found", "Progress", "go_on_from", "load_into", "load_model", "load_own", "save_from"]
+__all__ = [
+    "CheckpointStore",
+    "Found",
+    "Progress",
+    "Saver",
+    "Written",
+    "go_on_from",
+    "load_into",
+    "load_model",
+    "load_own",
+]

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -21,8 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardwise.checkpoint.store import CheckpointStore
+from shardwise.checkpoint.tensors import INDEX, SafeLoadPlanner, Shelf, Stage, write_files, write_index
 from shardwise.data import Cursor
-from shardwise.data.manifest import FileEntry, entry_of, read_manifest
+from shardwise.data.manifest import FileEntry, problems_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -56,53 +56,56 @@ class Progress:
             ) from None
 
 
-def save_from(
+def stage_from(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    store: CheckpointStore,
     world: World,
+    stage: Stage,
     own: dict[str, torch.Tensor] | None = None,
-) -> Path:
-    """All ranks write their shards aside, rank 0 puts the manifest beside them and renames the folder into place.
+) -> None:
+    """Copy what this rank has to write. All ranks agree who writes what; training may go on when this returns.
 
     `own`: tensors of this rank alone, which only the same rank of as many can use again.
     """
-    aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
     try:
         with _quiet():
             state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
-            save(state, checkpoint_id=aside, no_dist=not world.connected)
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(
-            f"the checkpoint of step {progress.step} could not be written to {aside}: {error}"
-        ) from error
-    written = {file.name: entry_of(file) for file in aside.glob(f"__{world.rank}_*")}
-    if world.is_first:
-        written[".metadata"] = entry_of(aside / ".metadata")
+            save(state, storage_writer=stage, no_dist=not world.connected)
+    except CheckpointException as error:
+        raise CheckpointError(f"the model's state cannot be kept in a checkpoint: {_first_cause(error)}") from error
+
+
+def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world: World) -> Path:
+    """All ranks write their files aside, rank 0 puts the manifest beside them and renames the folder into place."""
+    aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
     files: dict[str, FileEntry] = {}
-    for part in world.gather(written):
-        files.update(part)
+    problem = ""
+    try:
+        files = write_files(aside, stage.files)
+        if stage.index is not None:
+            files[INDEX] = write_index(aside, stage.index)
+    except OSError as error:
+        problem = f"rank {world.rank}: {error}"
+    everyone = world.gather((files, problem))
+    if problems := [problem for _, problem in everyone if problem]:
+        _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(progress.step))
+        raise CheckpointError(
+            f"the checkpoint of step {progress.step} could not be written to {store.folder}: {'; '.join(problems)}"
+        )
+    every_file = {name: entry for part, _ in everyone for name, entry in part.items()}
     fields = json.loads(json.dumps(asdict(progress)))
-    return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, files, fields))
+    return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, every_file, fields))
 
 
 def load_into(
     model: nn.Module, optimizer: torch.optim.Optimizer, which: str, store: CheckpointStore, world: World
 ) -> tuple[Path, Progress] | None:
-    """Load `auto`, `latest` or a path. Rank 0 looks and checks; all load what it chose."""
+    """Load `auto`, `latest` or a path."""
     path = _choose(which, store, world)
     if path is None:
         return None
     state = _tensors(model, optimizer)
-    try:
-        with _quiet():
-            load(state, checkpoint_id=path, no_dist=not world.connected)
-    except (CheckpointException, RuntimeError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
-            "config? `--fresh` starts anew and keeps the old run beside"
-        ) from error
+    _load(state, path, world)
     mine = local_part(optimizer)
     # The file's settings count, not the checkpoint's: a changed weight decay must not be undone silently.
     groups = get_optimizer_state_dict(model, mine)["param_groups"]
@@ -118,7 +121,7 @@ def load_into(
 def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
     """The tensors of this rank alone, if the checkpoint was made by as many ranks and has some."""
     prefix = f"{_own(world)}."
-    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    known = Shelf(path).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in known.items()
@@ -126,8 +129,7 @@ def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
     }
     if not all(world.gather(bool(state))):
         return None
-    with _quiet():
-        load(state, checkpoint_id=path, no_dist=not world.connected)
+    _load(state, path, world)
     return {name.removeprefix(prefix): tensor.to(world.device) for name, tensor in state.items()}
 
 
@@ -154,25 +156,39 @@ def go_on_from(step: int, store: CheckpointStore, world: World) -> None:
 def load_model(model: nn.Module, path: Path) -> None:
     """Load the weights alone into a whole model in this process, whatever strategy wrote them."""
     state = {"model": model.state_dict()}
-    with _quiet():
-        load(state, checkpoint_id=path, no_dist=True)
+    _load(state, path, World.alone())
     model.load_state_dict(state["model"])
 
 
 def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
-    def look() -> Path | None:
-        path: Path | None
-        if which in ("auto", "latest"):
-            path, complaints = store.newest_whole()
-        else:
-            path, complaints = store.named(Path(which))
-        for complaint in complaints:
-            print(f"warning: {complaint}", flush=True)
-        if path is None and which == "latest":
-            raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
-        return path
+    """Rank 0 lists what there is; all ranks check the files, each a part of them."""
 
-    return _on_first(world, "look for a checkpoint", look)
+    def check(folder: Path) -> list[str]:
+        found = world.gather(problems_of(folder, part=(world.rank, world.size)))
+        return list(dict.fromkeys(problem for part in found for problem in part))
+
+    if which in ("auto", "latest"):
+        listed = _on_first(world, "look for a checkpoint", store.every)
+        path, complaints = store.newest_whole(listed, check, act=world.is_first)
+    else:
+        path, complaints = store.named(Path(which), check, act=world.is_first)
+    for complaint in complaints:
+        if world.is_first:
+            print(f"warning: {complaint}", flush=True)
+    if path is None and which == "latest":
+        raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
+    return path
+
+
+def _load(state: dict[str, Any], path: Path, world: World) -> None:
+    try:
+        with _quiet():
+            load(state, storage_reader=Shelf(path), planner=SafeLoadPlanner(), no_dist=not world.connected)
+    except (CheckpointException, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
+            "config? `--fresh` starts anew and keeps the old run beside"
+        ) from error
 
 
 def _on_first(world: World, purpose: str, action: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 _REPLACED = ".replaced-"
+Check = Callable[[Path], list[str]]
+"""What is wrong with a folder; nothing, if it is whole."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,19 @@ class CheckpointStore:
         aside.mkdir()
         return aside
 
+    def discard(self, step: int) -> None:
+        """Remove what was written aside of a checkpoint that came to nothing: a full disk needs the room."""
+        shutil.rmtree(self.aside(step), ignore_errors=True)
+
+    def place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
     def aside(self, step: int) -> Path:
         return self.folder / f".writing-step-{step:08d}"
 
     def commit(self, step: int, files: dict[str, FileEntry], progress: dict[str, object]) -> Path:
         """Durable, then visible: the rename is what makes it exist."""
-        aside, final = self.aside(step), self.folder / f"step-{step:08d}"
+        aside, final = self.aside(step), self.place(step)
         for name in files:
             flush(aside / name)
         write_manifest(aside, files, progress)
@@ -76,24 +86,32 @@ class CheckpointStore:
             found.append(Found(path, int(match.group(1)), metric))
         return sorted(found, key=lambda item: item.step)
 
-    def newest_whole(self) -> tuple[Path | None, list[str]]:
+    def newest_whole(
+        self, among: list[Found] | None = None, check: Check = problems_of, *, act: bool = True
+    ) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
 
-        Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays.
+        Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays. Where several
+        processes look together, one of them acts.
         """
         complaints: list[str] = []
-        for found in reversed(self.every()):
-            problems = problems_of(found.path)
+        for found in reversed(self.every() if among is None else among):
+            problems = check(found.path)
             if not problems:
                 return found.path, complaints
-            damaged = self._free_name(f"damaged-{found.path.name.removeprefix(_REPLACED)}")
-            found.path.rename(damaged)
-            complaints.append(
-                f"checkpoint {found.path} is damaged and set aside as {damaged.name}: {'; '.join(problems)}"
-            )
+            done = self._set_aside(found) if act else ""
+            complaints.append(f"checkpoint {found.path} is damaged{done}: {'; '.join(problems)}")
         return None, complaints
 
-    def named(self, path: Path) -> tuple[Path, list[str]]:
+    def _set_aside(self, found: Found) -> str:
+        damaged = self._free_name(f"damaged-{found.path.name.removeprefix(_REPLACED)}")
+        try:
+            found.path.rename(damaged)
+        except OSError as error:
+            return f" and could not be set aside ({error.strerror})"
+        return f" and set aside as {damaged.name}"
+
+    def named(self, path: Path, check: Check = problems_of, *, act: bool = True) -> tuple[Path, list[str]]:
         """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names.
 
         With it, a sentence about each newer one that is damaged.
@@ -102,11 +120,11 @@ class CheckpointStore:
             raise CheckpointError(f"there is no checkpoint {path}")
         if not _STEP.match(path.name):
             inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-            whole, complaints = CheckpointStore(inner).newest_whole()
+            whole, complaints = CheckpointStore(inner).newest_whole(None, check, act=act)
             if whole is None:
                 raise CheckpointError("\n".join([*complaints, f"there is no whole checkpoint in {inner}"]))
             return whole, complaints
-        problems = problems_of(path)
+        problems = check(path)
         if problems:
             raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
         return path, []
@@ -116,6 +134,36 @@ class CheckpointStore:
         for found in self.every():
             if found.step > step:
                 found.path.rename(self._free_name(f"superseded-{found.path.name.removeprefix(_REPLACED)}"))
+
+    def leftovers(self) -> list[tuple[Path, str]]:
+        """What lies in the folder and is no checkpoint, and why."""
+        reasons = {
+            ".writing-": "never finished",
+            ".deleting-": "being deleted",
+            _REPLACED: "replaced by a newer one of the same step",
+            "damaged-": "damaged, set aside",
+            "superseded-": "of a run that was not gone on with, set aside",
+        }
+        in_place = {found.path for found in self.every()}
+        return [
+            (path, reason)
+            for path in sorted(self.folder.iterdir())
+            for start, reason in reasons.items()
+            if path.name.startswith(start) and path not in in_place
+        ]
+
+    def repair(self) -> list[str]:
+        """Finish what an interrupted run left half done. Says what was done; nothing that could be used is deleted."""
+        done = []
+        for found in self.every():
+            if found.path.name.startswith(_REPLACED):
+                found.path.rename(self.place(found.step))
+                done.append(f"{self.place(found.step).name} was about to be replaced and is back in place")
+        for path, reason in self.leftovers():
+            if path.name.startswith((".writing-", ".deleting-", _REPLACED)):
+                shutil.rmtree(path)
+                done.append(f"{path.name} ({reason}) was removed")
+        return done
 
     def best(self, mode: str) -> Found | None:
         scored = self._by_metric(mode)

@@ -17,6 +17,7 @@ VERBS = {
     "config": "check a config, show it resolved, print its schema",
     "data": "write a sharded copy of cells for full speed, and check one",
     "bench": "measure: whether the data keeps up",
+    "checkpoint": "list, check and repair the checkpoints of a run",
     "fetch": "download model and data ahead, for machines without internet",
     "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
 }

@@ -235,6 +235,9 @@ class Training(Block):
     wandb_project: str = Field("shardwise", min_length=1, description="W&B project name.")
     checkpoint_dir: str | None = Field(None, description="Default: checkpoints/ in the run folder.")
     checkpoint_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
+    async_checkpoint: bool = Field(
+        True, description="Write checkpoints while training goes on: it stands still for a copy in memory only."
+    )
     save_top_k: int = Field(1, ge=0, description="Best checkpoints to keep, besides the last.")
     monitor: str = Field("loss", min_length=1, description="The evaluation metric that decides what is best.")
     monitor_mode: Literal["min", "max"] = Field("min", description="Whether less or more of it is better.")

@@ -54,7 +54,8 @@ def _train(session: Session, monitor: Monitor) -> bool:
         result = session.step(batch)
         if result.stopped:
             if session.saved_at != session.steps_done:
-                monitor.saved(session.save())
+                session.save()
+            session.wait()
             return True
         monitor.stepped(result)
         done = session.steps_done
@@ -67,7 +68,8 @@ def _train(session: Session, monitor: Monitor) -> bool:
                 monitor.evaluated(metrics)
         if last or _due(done, training.checkpoint_every_n_steps, epoch_ends):
             with monitor.pausing():
-                monitor.saved(session.save(metrics))
+                session.save(metrics)
+    session.wait()
     return False
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.checkpoint import Written
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
 from shardwise.engine.strategy import about_strategy
@@ -46,6 +47,7 @@ class Monitor:
             session.task.flops_per_count(session.parts.spread.whole), peak * world.size if peak else None
         )
         self.device_name = name
+        session.on_written = self.written
         self.trackers: list[Tracker] = []
         self.first_loss: float | None = None
         self.last_loss: float | None = None
@@ -153,8 +155,19 @@ class Monitor:
             self._track(done, {f"eval/{name}": value for name, value in metrics.items()})
         self.console.say(f"step {done}  evaluation  " + "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
 
-    def saved(self, path: Path) -> None:
-        self.console.say(f"step {self.session.steps_done}  checkpoint {path}")
+    def written(self, written: Written) -> None:
+        if written.problem:
+            self.console.say(f"warning: {written.problem}; training goes on, earlier checkpoints are still there")
+        else:
+            self.console.say(
+                f"step {written.step}  checkpoint {written.path} in place after {written.seconds:.1f} s, "
+                f"of which training stood still {written.stall:.2f} s"
+            )
+        seconds = _rounded({"stall": written.stall, "in_place": written.seconds})
+        self.folder.add_telemetry(
+            {"step": written.step, "time": time.time(), "rank": self.session.world.rank, "checkpoint": seconds,
+             "problem": written.problem}
+        )  # fmt: skip
 
     @contextmanager
     def pausing(self) -> Iterator[None]:

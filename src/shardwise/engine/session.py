@@ -6,12 +6,13 @@ with Session("chess.yaml") as session:      take this process's place among the 
     for batch in session.batches():         this rank's share of each global batch
         session.step(batch)                 one optimizer step
         if session.steps_done % 100 == 0:
-            session.save()                  all ranks together
+            session.save()                  all ranks together; written while the next steps run
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.checkpoint import CheckpointStore, Progress, go_on_from, load_into, load_own, save_from
+from shardwise.checkpoint import CheckpointStore, Progress, Saver, Written, go_on_from, load_into, load_own
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
@@ -36,9 +37,12 @@ from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
-from shardwise.errors import ConfigError, DataError, ShardwiseError
+from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
+
+FINISHING = 60.0
+"""Seconds that a run which fails waits for a checkpoint that is being written."""
 
 
 class Session:
@@ -58,7 +62,12 @@ class Session:
         self.stop_requested = False
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.saved_at: int | None = None
-        """The step of the newest checkpoint of this session."""
+        """The step of the newest checkpoint of this session, in place or being written."""
+        self.on_written: Callable[[Written], None] = self._warn
+        """Called at the next step after a checkpoint is in place, or could not be written."""
+        self._owns_folder = False
+        """Whether the checkpoints that lie in the folder belong to this run."""
+        self._saver: Saver | None = None
         self.forgot_compression = False
         """The checkpoint that was resumed has no memory of powersgd for this number of ranks."""
         self.batch_before: int | None = None
@@ -99,11 +108,23 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error, ending NCCL's group would wait for collectives that never come; the process is about to end.
-        if error is None or self.world.device.type == "cpu":
+        if error is None:
             self.close()
+            return
+        if self._saver is not None:  # what is under way may still get there, if the other ranks are
+            self._saver.wait(FINISHING)
+        # After an error, ending NCCL's group would wait for collectives that never come; the process is about to end.
+        if self.world.device.type == "cpu":
+            self._leave()
 
     def close(self) -> None:
+        """Leave the ranks, when the last checkpoint is in place."""
+        try:
+            self.wait()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._valid_loader = None
         if self._parts is not None:
             self._parts.spread.release()
@@ -166,6 +187,7 @@ class Session:
             scaler=precision.scaler(),
         )
         spread_model.model.train()
+        self._saver = Saver(self.store, self.world, self._retire)
         return spread_model.model
 
     def _trial(self, model: nn.Module, device: torch.device) -> torch.Tensor:
@@ -261,6 +283,7 @@ class Session:
 
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
+        self._hear_of_checkpoints()
         result = run_step(self.parts, batch, self.steps_done, stop=self.stop_requested, bad=self._bad)
         if result.stopped:
             return result
@@ -307,12 +330,16 @@ class Session:
     # ---------------------------------------------------------------- save and resume
 
     def save(self, metrics: dict[str, float] | None = None) -> Path:
-        """Write a checkpoint of this step: whole and in place, or not there at all. All ranks call it together."""
+        """Write a checkpoint of this step: whole and in place, or not there at all. All ranks call it together.
+
+        It is written while training goes on, unless training.async_checkpoint is false; `wait()` waits for it.
+        """
         training = self.config.training
         if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
             raise explain_nonfinite(self.parts, self.steps_done, self._bad is not None, self._bad or [])
-        if self.saved_at is None:  # not resumed: what lies there belongs to an earlier run
+        if not self._owns_folder:  # not resumed: what lies there belongs to an earlier run
             go_on_from(-1, self.store, self.world)
+            self._owns_folder = True
         self.parts.spread.share_buffers()
         metric = (metrics or {}).get(training.monitor)
         if metric is not None and math.isfinite(metric) and self._better(metric, self.best_metric):
@@ -330,18 +357,38 @@ class Session:
             order=self._order_name(),
         )
         memory = self.parts.spread.memory
-        path = save_from(
-            self.parts.spread.module,
-            self.parts.optimizer,
-            progress,
-            self.store,
-            self.world,
-            memory.tensors() if memory else None,
+        assert self._saver is not None  # self.parts would have complained
+        path = self._saver.save(
+            self.parts.spread.module, self.parts.optimizer, progress, memory.tensors() if memory else None
         )
         self.saved_at = self.steps_done
-        if self.world.is_first:
-            self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
+        if not training.async_checkpoint:
+            self.wait()
         return path
+
+    def wait(self) -> None:
+        """Until the newest checkpoint is in place. If it could not be written, this says why."""
+        written = self._hear_of_checkpoints(wait=True)
+        if written and written[-1].problem:
+            raise CheckpointError(written[-1].problem)
+
+    def _hear_of_checkpoints(self, *, wait: bool = False) -> list[Written]:
+        if self._saver is None:
+            return []
+        written = self._saver.wait() if wait else self._saver.finished()
+        for each in written:
+            if each.problem and self.saved_at == each.step:
+                self.saved_at = None
+            self.on_written(each)
+        return written
+
+    def _warn(self, written: Written) -> None:
+        if written.problem and self.world.is_first:
+            print(f"warning: {written.problem}; training goes on", file=sys.stderr, flush=True)
+
+    def _retire(self) -> None:
+        training = self.config.training
+        self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
 
     def _better(self, metric: float, than: float | None) -> bool:
         if than is None:
@@ -350,6 +397,7 @@ class Session:
 
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
+        self._hear_of_checkpoints(wait=True)
         found = load_into(self.parts.spread.module, self.parts.optimizer, which, self.store, self.world)
         if found is None:
             return None
@@ -365,6 +413,7 @@ class Session:
         go_on_from(progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
         self.saved_at = progress.step
+        self._owns_folder = True
         self._begun_at = (progress.step, progress.cursor)
         self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)
         self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ class World:
     local_rank: int
     connected: bool
     """Whether a process group is up. One rank without strategy needs none."""
+    group: dist.ProcessGroup | None = None
+    """The connections it speaks over; without one, those that training uses too."""
 
     @classmethod
     def join(cls, device: str = "auto", *, connect: bool | None = None, timeout: timedelta | None = None) -> World:
@@ -52,6 +54,15 @@ class World:
             )
         return cls(rank, size, place, local_rank, connect)
 
+    @classmethod
+    def alone(cls) -> World:
+        """One process that speaks with nobody."""
+        return cls(0, 1, torch.device("cpu"), 0, connected=False)
+
+    def apart(self) -> World:
+        """The same ranks over connections of their own, for a thread that must not get in the way of training."""
+        return replace(self, group=dist.new_group(backend="gloo")) if self.connected else self
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -61,7 +72,7 @@ class World:
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def gather(self, value: T) -> list[T]:
@@ -69,7 +80,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def from_first(self, value: T) -> T:
@@ -77,7 +88,7 @@ class World:
         if self.size == 1:
             return value
         box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def on_first(self, action: Callable[[], T]) -> T:

@@ -252,6 +252,7 @@ class Recorder:
         )
         if session.steps_done == self.job.save_at and not result.stopped:
             session.save()
+            session.wait()
             self.snapshot(session, "saved")
 
     def snapshot(self, session: Session, when: str) -> None:

@@ -1,0 +1,94 @@
+"""Checkpoints while training goes on: what is to be written is copied, and a thread of its own writes it.
+
+At most one is under way. The next one waits for it, so that memory for one copy is all that is ever needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.state import Progress, stage_from, write_staged
+from shardwise.checkpoint.store import CheckpointStore
+from shardwise.checkpoint.tensors import Stage
+from shardwise.errors import CheckpointError
+from shardwise.parallel import World
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a checkpoint."""
+
+    step: int
+    path: Path
+    stall: float
+    """Seconds that training stood still for it."""
+    seconds: float
+    """Until it was in place, from when it was asked for."""
+    problem: str | None = None
+    """Why it could not be written. The ones before it are still there."""
+
+
+class Saver:
+    def __init__(self, store: CheckpointStore, world: World, retire: Callable[[], None]) -> None:
+        """`retire`: called on rank 0 when another checkpoint is in place, to let old ones go. All ranks make one together."""
+        self.store, self.world, self._retire = store, world, retire
+        # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
+        self._apart = world.apart()
+        self._stage = Stage(world.rank, pinned=world.device.type == "cuda")
+        self._thread: threading.Thread | None = None
+        self._written: list[Written] = []
+
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: Progress,
+        own: dict[str, torch.Tensor] | None = None,
+    ) -> Path:
+        """Copy the state, and leave it to the thread. Returns where the checkpoint will be."""
+        began = time.perf_counter()
+        self._join(None)
+        stage_from(model, optimizer, self.world, self._stage, own)
+        stall = time.perf_counter() - began
+        # A daemon: when a run breaks off, it must not wait for peers that are gone.
+        self._thread = threading.Thread(
+            target=self._write, args=(progress, began, stall), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+        return self.store.place(progress.step)
+
+    def finished(self) -> list[Written]:
+        """What has been written, or failed to be, since the last call. Costs nothing while one is under way."""
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        self._thread = None
+        written, self._written = self._written, []
+        return written
+
+    def wait(self, seconds: float | None = None) -> list[Written]:
+        """The same, when the one under way is done."""
+        self._join(seconds)
+        return self.finished()
+
+    def _join(self, seconds: float | None) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _write(self, progress: Progress, began: float, stall: float) -> None:
+        path, problem = self.store.place(progress.step), None
+        try:
+            path = write_staged(self._stage, progress, self.store, self._apart)
+            if self.world.is_first:
+                with contextlib.suppress(OSError):  # tried again at the next one
+                    self._retire()
+        except Exception as error:  # whatever it is, training must hear of it: nobody else sees what a thread raises
+            problem = str(error) if isinstance(error, CheckpointError) else repr(error)
+        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, problem))

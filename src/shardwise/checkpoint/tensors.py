@@ -1,0 +1,305 @@
+"""Tensors in files: safetensors, so that nothing in a checkpoint can be executed, and an index in JSON.
+
+Saving has two halves. `Stage` copies what this rank has to write into memory of its own: that is all that training waits
+for. `write_files` puts it on disk, in threads, while training goes on. Who writes what, and who reads which part of what
+others wrote, is planned by torch.distributed.checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardwise.data.manifest import FileEntry
+from shardwise.errors import CheckpointError
+
+INDEX = "tensors.json"
+FILE_BYTES = 2**29
+"""A rank's tensors go into files of about this size, which are written, and checked, side by side."""
+PIECE_BYTES = 2**23
+THREADS = min(4, os.cpu_count() or 1)
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""As safetensors writes them."""
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+# ---------------------------------------------------------------- out of the model
+
+
+@dataclass
+class StagedFile:
+    """A file of safetensors, in memory: its name, its header and the bytes that follow."""
+
+    name: str
+    header: bytes
+    body: torch.Tensor
+
+
+class Stage(StorageWriter):
+    """What this rank has to write, copied into memory of its own. The memory is kept for the next time."""
+
+    def __init__(self, rank: int, pinned: bool) -> None:
+        self.rank, self.pinned = rank, pinned
+        self.files: list[StagedFile] = []
+        self.index: dict[str, Any] | None = None
+        """What is where, over all ranks. On rank 0 alone."""
+        self._buffers: list[torch.Tensor] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        staged = [(item, _tensor_of(planner.resolve_data(item))) for item in plan.items]
+        self.files, results = [], []
+        for number, part in enumerate(_split(staged)):
+            name = f"rank-{self.rank:04d}-{number:03d}.safetensors"
+            self.files.append(self._copy(name, number, part))
+            results += [WriteResult(item.index, tensor.nbytes, name) for item, tensor in part]
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()  # the copies were only begun
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _copy(self, name: str, number: int, part: list[tuple[WriteItem, torch.Tensor]]) -> StagedFile:
+        size = sum(tensor.nbytes for _, tensor in part)
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[number].numel() < size:
+            self._buffers[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+        body, header, end = self._buffers[number][:size], dict[str, Any](), 0
+        for item, tensor in part:
+            begin, end = end, end + tensor.nbytes
+            header[_key(item)] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+            if tensor.nbytes:
+                body[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # so that every tensor begins at a multiple of its own size
+        return StagedFile(name, len(text).to_bytes(8, "little") + text, body)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        file_of = {result.index: result.storage_data for rank in results for result in rank}
+        self.index = {}
+        for name, about in metadata.state_dict_metadata.items():
+            if isinstance(about, BytesStorageMetadata):
+                self.index[name] = {"bytes": file_of[MetadataIndex(name)]}
+                continue
+            self.index[name] = {
+                "dtype": _NAMES[about.properties.dtype],
+                "shape": list(about.size),
+                "chunks": [
+                    [list(chunk.offsets), list(chunk.sizes), file_of[MetadataIndex(name, chunk.offsets)]]
+                    for chunk in about.chunks
+                ],
+            }
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.files, self.index = [], None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _tensor_of(data: torch.Tensor | io.BytesIO) -> torch.Tensor:
+    """What is no tensor travels as the bytes that torch.save made of it."""
+    if isinstance(data, io.BytesIO):
+        return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+    if data.dtype not in _NAMES:
+        raise CheckpointError(f"a tensor of type {data.dtype} cannot be kept in a checkpoint")
+    return data.detach()
+
+
+def _split(staged: list[tuple[WriteItem, torch.Tensor]]) -> Iterable[list[tuple[WriteItem, torch.Tensor]]]:
+    """Into files. Wider types come first, so that no tensor begins where its type may not."""
+    part: list[tuple[WriteItem, torch.Tensor]] = []
+    size = 0
+    for each in sorted(staged, key=lambda pair: -pair[1].element_size()):
+        if part and size + each[1].nbytes > FILE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(each)
+        size += each[1].nbytes
+    if part:
+        yield part
+
+
+def _key(item: WriteItem) -> str:
+    if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+        return item.index.fqn
+    return _chunk_key(
+        item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes, item.tensor_data.size
+    )
+
+
+def _chunk_key(name: str, offsets: Iterable[int], sizes: Iterable[int], whole: Iterable[int]) -> str:
+    """The name of a tensor in its file: its own, or with its place where the file has a part of it."""
+    return name if tuple(sizes) == tuple(whole) else f"{name}[{','.join(map(str, offsets))}]"
+
+
+# ---------------------------------------------------------------- to disk
+
+
+def write_files(folder: Path, files: list[StagedFile]) -> dict[str, FileEntry]:
+    """Written, and flushed to disk, side by side; their checksums are computed on the way."""
+    with ThreadPoolExecutor(THREADS, "checkpoint") as pool:
+        entries = pool.map(lambda file: _write_file(folder / file.name, file), files)
+        return {file.name: entry for file, entry in zip(files, entries, strict=True)}
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> FileEntry:
+    text = torch.frombuffer(bytearray(json.dumps(index).encode()), dtype=torch.uint8)
+    return _write_file(folder / INDEX, StagedFile(INDEX, b"", text))
+
+
+def _write_file(path: Path, file: StagedFile) -> FileEntry:
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("xb", buffering=0) as stream:
+        for data in (memoryview(file.header), memoryview(file.body.numpy().data)):
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                written = 0
+                while written < len(piece):
+                    written += stream.write(piece[written:]) or 0
+                digest.update(piece)
+            size += len(data)
+        os.fsync(stream.fileno())
+    return FileEntry(size, digest.hexdigest())
+
+
+# ---------------------------------------------------------------- back
+
+
+@dataclass
+class Shelf(StorageReader):
+    """The tensors of a checkpoint whose files have been checked."""
+
+    folder: Path
+    _places: dict[MetadataIndex, tuple[str, str]] = field(default_factory=dict)
+    """Of each tensor, or part of one: its file, and its name in there."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        try:
+            for name, about in json.loads((self.folder / INDEX).read_text()).items():
+                if "bytes" in about:
+                    known[name] = BytesStorageMetadata()
+                    self._places[MetadataIndex(name)] = (_plain(about["bytes"]), name)
+                    continue
+                chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s, _ in about["chunks"]]
+                properties, whole = TensorProperties(dtype=_TYPES[about["dtype"]]), torch.Size(about["shape"])
+                known[name] = TensorStorageMetadata(properties, whole, chunks)
+                for offsets, sizes, file in about["chunks"]:
+                    key = _chunk_key(name, offsets, sizes, whole)
+                    self._places[MetadataIndex(name, offsets)] = (_plain(file), key)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.folder / INDEX} is not an index of tensors: {error!r}") from None
+        return Metadata(known)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            by_file[self._places[item.storage_index][0]].append(item)
+        for file, items in by_file.items():
+            try:
+                with safe_open(self.folder / file, framework="pt") as tensors:
+                    for item in items:
+                        self._read(tensors, item, planner)
+            except SafetensorError as error:
+                raise CheckpointError(f"{self.folder / file}: {error}") from None
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, tensors: Any, item: ReadItem, planner: LoadPlanner) -> None:
+        _, key = self._places[item.storage_index]
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(tensors.get_tensor(key).numpy().tobytes()))
+            return
+        target = planner.resolve_tensor(item).detach()
+        if not item.lengths:  # a single number has no range to take
+            target.copy_(tensors.get_tensor(key))
+        elif math.prod(item.lengths):
+            ranges = (slice(begin, begin + n) for begin, n in zip(item.storage_offsets, item.lengths, strict=True))
+            target.copy_(tensors.get_slice(key)[tuple(ranges)])
+        planner.commit_tensor(item, target)
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """As PyTorch's own, but what is no tensor is read by an unpickler that knows plain data only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        holder: Any = self.original_state_dict
+        *way, last = self.mappings[read_item.dest_index.fqn]
+        for key in way:
+            holder = holder[key]
+        holder[last] = torch.load(value, weights_only=True)
+
+
+def _plain(name: str) -> str:
+    """A file beside the index, and nowhere else."""
+    if not isinstance(name, str) or Path(name).name != name:
+        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
+    return name

@@ -1,0 +1,96 @@
+"""`shardwise checkpoint list|verify|repair RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint import CheckpointStore, Found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, text in {
+        "list": "what there is: step, metric, size, time; which is the best and which would be resumed",
+        "verify": "compare every file with its checksum; exit code 1 if one is damaged. Nothing is changed",
+        "repair": "set damaged ones aside and clear away what was never finished, so that the newest whole one counts",
+    }.items():
+        action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.add_argument("run", help="the folder of a run, or of checkpoints")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.checkpoint import CheckpointStore
+    from shardwise.errors import CheckpointError
+
+    folder = Path(args.run)
+    inside = folder / "checkpoints"
+    store = CheckpointStore(inside if inside.is_dir() else folder)
+    if not store.folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
+    if not store.every() and not store.leftovers():
+        raise CheckpointError(f"there are no checkpoints in {store.folder}")
+    return {"list": _list, "verify": _verify, "repair": _repair}[args.action](store)
+
+
+def _list(store: CheckpointStore) -> int:
+    from shardwise.checkpoint import Progress
+    from shardwise.errors import CheckpointError
+
+    every = store.every()
+    print(f"{'step':>10}  {'epoch':>5}  {'metric':>10}  {'size':>10}  written")
+    for found in every:
+        size = f"{sum(file.stat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
+        try:
+            epoch = str(Progress.read(found.path).cursor.epoch)
+        except CheckpointError:
+            epoch = "?"
+        metric = "" if found.metric is None else f"{found.metric:.4g}"
+        note = "  newest: this is what --resume auto takes, if it is whole" if found is every[-1] else ""
+        print(f"{found.step:>10}  {epoch:>5}  {metric:>10}  {size:>10}  {when}{note}")
+    for path, what in store.leftovers():
+        print(f"  {path.name}: {what}")
+    return 0
+
+
+def _verify(store: CheckpointStore) -> int:
+    from shardwise.data.manifest import problems_of
+
+    damaged: list[Found] = []
+    for found in store.every():
+        began = time.perf_counter()
+        problems = problems_of(found.path)
+        size = sum(file.stat().st_size for file in found.path.iterdir()) / 2**20
+        seconds = time.perf_counter() - began
+        print(
+            f"{found.path}: " + ("; ".join(problems) if problems else f"whole ({size:.1f} MiB in {seconds:.1f} s)"),
+            flush=True,
+        )
+        damaged += [found] if problems else []
+    if damaged:
+        steps = ", ".join(str(found.step) for found in damaged)
+        print(
+            f"damaged: step {steps}. `shardwise checkpoint repair` sets them aside, as a resume would", file=sys.stderr
+        )
+    return 1 if damaged else 0
+
+
+def _repair(store: CheckpointStore) -> int:
+    done = store.repair()
+    for sentence in done:
+        print(sentence)
+    whole, complaints = store.newest_whole()
+    for complaint in complaints:
+        print(complaint)
+    if not done and not complaints:
+        print("there was nothing to repair")
+    if whole is None:
+        print(f"no whole checkpoint is left in {store.folder}", file=sys.stderr)
+        return 1
+    print(f"--resume auto goes on from {whole}")
+    return 0

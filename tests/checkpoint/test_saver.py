@@ -1,0 +1,297 @@
+"""Checkpoints written while training goes on: what they hold, what becomes of failures, and that none can run code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise.checkpoint import CheckpointStore, Progress, Saver, load_into, load_model
+from shardwise.checkpoint import saver as saver_room
+from shardwise.checkpoint import tensors as tensors_room
+from shardwise.data import Cursor
+from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
+from shardwise.errors import CheckpointError
+from shardwise.parallel import World
+
+
+def progress(step: int) -> Progress:
+    return Progress(step, Cursor(0, 4 * step), 0, None, None, {}, global_batch=4, samples=53, seed=3)
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with tensors of three types, buffers, a tensor without elements and one that is a single number."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2).to(torch.bfloat16))
+    model.register_buffer("empty", torch.zeros(0, 4))
+    model.register_buffer("flags", torch.tensor([True, False, True]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    hidden = model[1](model[0](torch.randn(4, 3)))  # type: ignore[index, operator]
+    model[2](hidden.to(torch.bfloat16)).float().sum().backward()  # type: ignore[index, operator]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copied(model: nn.Module) -> dict[str, Any]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def saver(store: CheckpointStore) -> Saver:
+    return Saver(store, World.alone(), lambda: None)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written before it is opened."""
+    opened, write = threading.Event(), saver_room.write_staged
+
+    def gated(*args: Any) -> Path:
+        assert opened.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(saver_room, "write_staged", gated)
+    yield opened
+    opened.set()
+
+
+# ---------------------------------------------------------------- what it holds
+
+
+def test_a_checkpoint_holds_the_step_it_was_asked_at_although_training_goes_on(
+    store: CheckpointStore, saver: Saver, gate: threading.Event
+) -> None:
+    model, optimizer = trained()
+    before = copied(model)
+    saver.save(model, optimizer, progress(1))
+    step(model, optimizer)
+    assert saver.finished() == [], "it is under way"
+    assert store.every() == []
+    gate.set()
+    (written,) = saver.wait()
+    assert (written.step, written.problem, written.path) == (1, None, store.place(1))
+    assert not same(before, copied(model))
+    other, _ = trained(seed=1)
+    load_model(other, written.path)
+    assert same(before, copied(other))
+
+
+def test_weights_buffers_and_moments_come_back_bit_for_bit(store: CheckpointStore, saver: Saver) -> None:
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    other, moments = trained(seed=1)
+    assert load_into(other, moments, "auto", store, World.alone()) == (store.place(1), progress(1))
+    assert same(copied(model), copied(other))
+    for mine, theirs in zip(optimizer.state.values(), moments.state.values(), strict=True):
+        assert same(mine, theirs)
+    for _ in range(2):
+        torch.manual_seed(7)
+        step(model, optimizer)
+        torch.manual_seed(7)
+        step(other, moments)
+    assert same(copied(model), copied(other)), "and the next steps are the same"
+
+
+def test_the_files_are_plain_safetensors_of_which_any_tool_can_read_the_weights(saver: Saver) -> None:
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    (written,) = saver.wait()
+    found = load_file(written.path / "rank-0000-000.safetensors")
+    assert same({f"model.{name}": value for name, value in copied(model).items()},
+                {name: value for name, value in found.items() if name.startswith("model.")})  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [1, 50, 150])
+def test_a_large_state_is_spread_over_several_files(
+    store: CheckpointStore, saver: Saver, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(tensors_room, "FILE_BYTES", limit)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    (written,) = saver.wait()
+    assert len(list(written.path.glob("*.safetensors"))) > 3
+    other, _ = trained(seed=1)
+    load_model(other, written.path)
+    assert same(copied(model), copied(other))
+
+
+class Remembers(nn.Linear):
+    """A module that keeps something which is no tensor."""
+
+    note: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def test_what_is_no_tensor_comes_back_too(saver: Saver) -> None:
+    model, other = Remembers(2, 2), Remembers(2, 2)
+    model.note, other.note = "seen: 12", "seen: 0"
+    optimizer = torch.optim.SGD(model.parameters())
+    saver.save(model, optimizer, progress(1))
+    (written,) = saver.wait()
+    assert written.problem is None
+    load_model(other, written.path)
+    assert other.note == model.note
+
+
+# ---------------------------------------------------------------- one at a time
+
+
+def test_a_second_one_waits_for_the_first_so_that_there_is_never_more_than_one_copy(
+    store: CheckpointStore, saver: Saver, gate: threading.Event
+) -> None:
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    memory = saver._stage.files[0].body.data_ptr()
+    second = threading.Thread(target=lambda: saver.save(model, optimizer, progress(2)))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive(), "it waits"
+    gate.set()
+    second.join(30)
+    assert [written.step for written in saver.wait()] == [1, 2]
+    assert saver._stage.files[0].body.data_ptr() == memory
+    assert [found.step for found in store.every()] == [1, 2]
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_full_disk_is_told_and_leaves_the_last_good_one_and_no_half_of_another(
+    store: CheckpointStore, saver: Saver
+) -> None:
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the kernel refuses to make any file longer
+    try:
+        saver.save(model, optimizer, progress(2))
+        (written,) = saver.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert written.problem is not None
+    assert written.problem.startswith("the checkpoint of step 2 could not be written to ")
+    assert "rank 0: [Errno 27] File too large" in written.problem
+    assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
+    assert problems_of(store.place(1)) == []
+    saver.save(model, optimizer, progress(3))
+    assert saver.wait()[0].problem is None, "the next one is tried as if nothing had been"
+
+
+def test_a_mistake_in_the_thread_is_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saver_room, "write_staged", lambda *_: 1 / 0)
+    saver.save(*trained(), progress(1))
+    assert saver.wait()[0].problem == "ZeroDivisionError('division by zero')"
+
+
+def test_old_ones_that_cannot_be_removed_do_not_make_the_new_one_a_failure(store: CheckpointStore) -> None:
+    def stuck() -> None:
+        raise PermissionError("not yours")
+
+    saver = Saver(store, World.alone(), stuck)
+    saver.save(*trained(), progress(1))
+    assert saver.wait()[0].problem is None
+    assert store.place(1).is_dir()
+
+
+# ---------------------------------------------------------------- nothing in it is code
+
+
+class Payload:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.trace,))
+
+
+def reseal(folder: Path) -> None:
+    """As somebody would who means harm: the manifest fits the files again."""
+    about = read_manifest(folder)["about"]
+    files = {file.name: entry_of(file) for file in folder.iterdir() if file.name != NAME}
+    write_manifest(folder, files, about)
+
+
+def test_a_hostile_pickle_in_a_checkpoint_is_not_executed(saver: Saver, tmp_path: Path) -> None:
+    model = Remembers(2, 2)
+    model.note = Payload(tmp_path / "trace")
+    saver.save(model, torch.optim.SGD(model.parameters()), progress(1))
+    (written,) = saver.wait()
+    with pytest.raises(CheckpointError, match="Weights only load failed"):
+        load_model(Remembers(2, 2), written.path)
+    assert not (tmp_path / "trace").exists()
+    pickle.loads(pickle.dumps(Payload(tmp_path / "trace")))
+    assert (tmp_path / "trace").exists(), "the payload would have worked"
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04N.", b"[]", b"{", b'{"a": 1}', b'{"model.x": {"dtype": "F99"}}'])
+def test_an_index_that_is_none_is_refused(saver: Saver, content: bytes) -> None:
+    saver.save(*trained(), progress(1))
+    (written,) = saver.wait()
+    (written.path / "tensors.json").write_bytes(content)
+    reseal(written.path)
+    with pytest.raises(CheckpointError):
+        load_model(trained()[0], written.path)
+
+
+def test_an_index_cannot_name_files_outside_the_checkpoint(saver: Saver, tmp_path: Path) -> None:
+    saver.save(*trained(), progress(1))
+    (written,) = saver.wait()
+    file = written.path / "tensors.json"
+    (written.path / "rank-0000-000.safetensors").rename(tmp_path / "outside.safetensors")
+    file.write_text(file.read_text().replace("rank-0000-000", "../../outside"))
+    reseal(written.path)
+    assert problems_of(written.path) == []
+    with pytest.raises(CheckpointError, match="is not the name of a file in the checkpoint"):
+        load_model(trained()[0], written.path)
+
+
+def test_a_manifest_cannot_name_files_outside_its_folder(saver: Saver, tmp_path: Path) -> None:
+    saver.save(*trained(), progress(1))
+    (written,) = saver.wait()
+    (tmp_path / "outside").write_text("x")
+    files = {name: entry_of(written.path / name) for name in json.loads((written.path / NAME).read_text())["files"]}
+    write_manifest(written.path, {**files, "../../outside": entry_of(tmp_path / "outside")}, {})
+    assert problems_of(written.path) == ["../../outside is missing"]
+
+
+def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Saver, gate: threading.Event) -> None:
+    began = time.perf_counter()
+    saver.save(*trained(), progress(1))
+    returned = time.perf_counter() - began
+    gate.set()
+    (written,) = saver.wait()
+    assert 0 < written.stall <= returned
+    assert written.seconds >= written.stall
