@@ -1,0 +1,129 @@
+"""How long training stands still for a checkpoint: written while it goes on, or before it goes on.
+
+python benchmarks/reliability/stall.py [--parameters 25] [--ranks 2] [--write benchmarks/reliability/DATE-stall.md]   CPU
+python benchmarks/reliability/stall.py --parameters 1260 --ranks 1                                                     GPU
+
+A model of linear layers with AdamW (12 bytes per parameter), steps in between. A synchronous save is the same save waited
+for. The first asynchronous one also takes the memory for the copy; it is told apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+WIDTH, STEPS_BETWEEN, SAVES = 1024, 4, 6
+
+
+def rank(millions: float, strategy: str, folder: str) -> None:
+    import torch
+    from torch import nn
+
+    from shardwise import Loss, Session
+    from shardwise.config import parse_config
+
+    layers = max(1, round(millions * 1e6 / WIDTH**2))
+    options = f"strategy: {strategy}, batch_size: 4, scheduler: {{name: constant}}, save_top_k: 0, max_epochs: 99"
+    torch.manual_seed(0)
+    with Session(parse_config(f"task: own\nrun_dir: {folder}\ntraining: {{{options}}}")) as session:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        data = list(torch.randn(64, WIDTH))
+        session.prepare(model=model, data=data, loss=lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+        stalls: dict[str, list[float]] = {"sync": [], "async": []}
+        behind: list[float] = []
+        session.on_written = lambda written: behind.append(written.seconds)
+        batches = session.batches()
+        for kind in ["async"] * (SAVES + 1) + ["sync"] * SAVES:
+            for _ in range(STEPS_BETWEEN):
+                session.step(next(batches))
+            if session.world.device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            session.save()
+            if kind == "sync":
+                session.wait()
+            stalls[kind].append(time.perf_counter() - began)
+            # The next steps would wait for this one if it were not done: here the stall alone is of interest.
+            session.wait()
+        if session.world.is_first:
+            device = torch.cuda.get_device_name() if session.world.device.type == "cuda" else f"{os.cpu_count()} cores"
+            first, *rest = stalls["async"]
+            size = sum(file.stat().st_size for file in next(session.store.folder.glob("step-*")).iterdir())
+            print(
+                f"| {device}, {session.world.size} × {strategy} | {layers * WIDTH**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
+                f"{statistics.median(stalls['sync']):.3f} s | {first:.3f} s | {statistics.median(rest):.3f} s "
+                f"({min(rest):.3f}–{max(rest):.3f}) | {statistics.median(rest) / statistics.median(stalls['sync']):.1%} | "
+                f"{statistics.median(behind):.2f} s |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parameters", type=float, default=25, help="millions")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--write", type=Path)
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank(args.parameters, *args.rank)
+        return
+    rows = []
+    for strategy in args.strategies:
+        folder = tempfile.mkdtemp(prefix="shardwise-stall-")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            "--parameters",
+            str(args.parameters),
+            "--rank",
+            strategy,
+            folder,
+        ]
+        ranks = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={
+                **os.environ, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(args.ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+            for number in range(args.ranks)
+        ]  # fmt: skip
+        outputs = [each.communicate(timeout=900)[0] for each in ranks]
+        shutil.rmtree(folder)
+        if any(each.returncode for each in ranks):
+            sys.exit(f"{strategy} failed")
+        rows.append(outputs[0].strip().splitlines()[-1])
+        print(rows[-1], flush=True)
+    import torch
+
+    text = "\n".join(
+        [
+            "# How long training stands still for a checkpoint",
+            "",
+            f"torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Made by "
+            f"`benchmarks/reliability/stall.py`: AdamW, {SAVES} saves of each kind, medians; rank 0's clock.",
+            "",
+            "| where | parameters, checkpoint | synchronous | first asynchronous | next ones | of synchronous | in place after |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+    if args.write:
+        args.write.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
