@@ -3,8 +3,9 @@
 python benchmarks/reliability/stall.py [--parameters 25] [--ranks 2] [--write benchmarks/reliability/DATE-stall.md]   CPU
 python benchmarks/reliability/stall.py --parameters 1260 --ranks 1                                                     GPU
 
-A model of linear layers with AdamW (12 bytes per parameter), steps in between. A synchronous save is the same save waited
-for. The first asynchronous one also takes the memory for the copy; it is told apart.
+A model of linear layers with AdamW (12 bytes per parameter), steps in between. What a save costs is what it and the step
+after it took longer than steps do otherwise, with the device waited for; a synchronous save is the same save waited for. The
+first asynchronous one is told apart, because it may have to take memory for the copy.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-WIDTH, STEPS_BETWEEN, SAVES = 1024, 4, 6
+STEPS_BETWEEN, SAVES = 5, 6
 
 
 def rank(millions: float, strategy: str, folder: str) -> None:
@@ -31,35 +33,51 @@ def rank(millions: float, strategy: str, folder: str) -> None:
     from shardwise import Loss, Session
     from shardwise.config import parse_config
 
-    layers = max(1, round(millions * 1e6 / WIDTH**2))
-    options = f"strategy: {strategy}, batch_size: 4, scheduler: {{name: constant}}, save_top_k: 0, max_epochs: 99"
+    on_gpu = torch.cuda.is_available()
+    width, batch, precision = (4096, 32768, "bf16-mixed") if on_gpu else (1024, 4, "32-true")
+    layers = max(1, round(millions * 1e6 / width**2))
+    options = (
+        f"strategy: {strategy}, batch_size: 4, precision: {precision}, scheduler: {{name: constant}}, save_top_k: 0, "
+        "max_epochs: 99"
+    )
     torch.manual_seed(0)
     with Session(parse_config(f"task: own\nrun_dir: {folder}\ntraining: {{{options}}}")) as session:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-        data = list(torch.randn(64, WIDTH))
-        session.prepare(model=model, data=data, loss=lambda model, batch: Loss(model(batch).square().sum(), len(batch)))
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        inputs = torch.randn(batch, width, device=session.world.device)
+        # The batch stands for the inputs: reading data is not what is measured.
+        session.prepare(
+            model=model,
+            data=[torch.zeros(())] * 512,
+            loss=lambda model, batch: Loss(model(inputs).float().square().sum(), len(batch)),
+        )
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
         behind: list[float] = []
         session.on_written = lambda written: behind.append(written.seconds)
         batches = session.batches()
-        for kind in ["async"] * (SAVES + 1) + ["sync"] * SAVES:
-            for _ in range(STEPS_BETWEEN):
-                session.step(next(batches))
-            if session.world.device.type == "cuda":
-                torch.cuda.synchronize()
+        batch_of = iter(batches)
+
+        def seconds_of(action: Callable[[], object]) -> float:
             began = time.perf_counter()
-            session.save()
-            if kind == "sync":
-                session.wait()
-            stalls[kind].append(time.perf_counter() - began)
-            # The next steps would wait for this one if it were not done: here the stall alone is of interest.
+            action()
+            if on_gpu:
+                torch.cuda.synchronize()
+            return time.perf_counter() - began
+
+        for kind in ["async"] * (SAVES + 1) + ["sync"] * SAVES:
+            # The first step after a pause is not counted: the next batch is not there yet.
+            usual = statistics.median(
+                [seconds_of(lambda: session.step(next(batch_of))) for _ in range(STEPS_BETWEEN)][1:]
+            )
+            saving = seconds_of(session.save) + (seconds_of(session.wait) if kind == "sync" else 0.0)
+            after = seconds_of(lambda: session.step(next(batch_of)))
+            stalls[kind].append(max(0.0, saving + after - usual))
             session.wait()
         if session.world.is_first:
             device = torch.cuda.get_device_name() if session.world.device.type == "cuda" else f"{os.cpu_count()} cores"
             first, *rest = stalls["async"]
             size = sum(file.stat().st_size for file in next(session.store.folder.glob("step-*")).iterdir())
             print(
-                f"| {device}, {session.world.size} × {strategy} | {layers * WIDTH**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
+                f"| {device}, {session.world.size} × {strategy} | {layers * width**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
                 f"{statistics.median(stalls['sync']):.3f} s | {first:.3f} s | {statistics.median(rest):.3f} s "
                 f"({min(rest):.3f}–{max(rest):.3f}) | {statistics.median(rest) / statistics.median(stalls['sync']):.1%} | "
                 f"{statistics.median(behind):.2f} s |",

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import Progress, stage_from, write_staged
 from shardwise.checkpoint.store import CheckpointStore
@@ -42,9 +43,15 @@ class Saver:
         self.store, self.world, self._retire = store, world, retire
         # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
         self._apart = world.apart()
-        self._stage = Stage(world.rank, pinned=world.device.type == "cuda")
+        self._stage = Stage(world.rank, world.device)
+        self._watched: torch.optim.Optimizer | None = None
         self._thread: threading.Thread | None = None
         self._written: list[Written] = []
+
+    def expect(self, parameters: Iterable[nn.Parameter], copies: int) -> None:
+        """Take memory ahead for what this rank will write: its weights, and moments like Adam's, shared by `copies`."""
+        own = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in parameters)
+        self._stage.reserve(3 * own // copies)
 
     def save(
         self,
@@ -56,6 +63,9 @@ class Saver:
         """Copy the state, and leave it to the thread. Returns where the checkpoint will be."""
         began = time.perf_counter()
         self._join(None)
+        if optimizer is not self._watched:
+            optimizer.register_step_pre_hook(lambda *_: self._stage.before_update())
+            self._watched = optimizer
         stage_from(model, optimizer, self.world, self._stage, own)
         stall = time.perf_counter() - began
         # A daemon: when a run breaks off, it must not wait for peers that are gone.

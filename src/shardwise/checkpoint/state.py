@@ -25,6 +25,7 @@ from shardwise.data import Cursor
 from shardwise.data.manifest import FileEntry, problems_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
+from shardwise.parallel.weights import original_name
 
 T = TypeVar("T")
 
@@ -63,10 +64,13 @@ def stage_from(
     stage: Stage,
     own: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy what this rank has to write. All ranks agree who writes what; training may go on when this returns.
+    """Copy what this rank has to write. All ranks agree who writes what; training may go on when this returns, up to the
+    next change of weights.
 
     `own`: tensors of this rank alone, which only the same rank of as many can use again.
     """
+    weights = {f"model.{original_name(name)}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    stage.changed_by_update = lambda name: name in weights or name.startswith("optimizer.")
     try:
         with _quiet():
             state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
@@ -80,6 +84,7 @@ def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world
     aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
     files: dict[str, FileEntry] = {}
     problem = ""
+    stage.settle()
     try:
         files = write_files(aside, stage.files)
         if stage.index is not None:
@@ -181,9 +186,11 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
 
 
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
+    shelf = Shelf(path)
+    shelf.read_metadata()  # here, because what is wrong with it would be lost in load (torch 2.11)
     try:
         with _quiet():
-            load(state, storage_reader=Shelf(path), planner=SafeLoadPlanner(), no_dist=not world.connected)
+            load(state, storage_reader=shelf, planner=SafeLoadPlanner(), no_dist=not world.connected)
     except (CheckpointException, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "

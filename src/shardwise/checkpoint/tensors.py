@@ -12,8 +12,9 @@ import io
 import json
 import math
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,34 +75,75 @@ class StagedFile:
 
 
 class Stage(StorageWriter):
-    """What this rank has to write, copied into memory of its own. The memory is kept for the next time."""
+    """What this rank has to write, copied into memory of its own. The memory is kept for the next time.
 
-    def __init__(self, rank: int, pinned: bool) -> None:
-        self.rank, self.pinned = rank, pinned
+    Out of a GPU, the copies run beside training, in pinned memory. What an optimizer step changes may be copied until then:
+    `before_update` makes it wait. The rest (buffers, mostly) is copied before anything else runs: training waits on
+    the device, and the host not at all.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
         self.files: list[StagedFile] = []
         self.index: dict[str, Any] | None = None
         """What is where, over all ranks. On rank 0 alone."""
+        self.changed_by_update: Callable[[str], bool] = lambda name: False
+        """Whether a tensor stays as it is until the optimizer's next step."""
         self._buffers: list[torch.Tensor] = []
+        self._reserving: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, size: int) -> None:
+        """Take pinned memory for that many bytes ahead, in a thread: it takes seconds, which training need not wait for."""
+
+        def take() -> None:
+            for _ in range(math.ceil(size / FILE_BYTES)):
+                self._buffers.append(torch.empty(FILE_BYTES, dtype=torch.uint8, pin_memory=True))
+
+        if self._stream is not None:
+            self._reserving = threading.Thread(target=take, name="checkpoint memory", daemon=True)
+            self._reserving.start()
+
+    def before_update(self) -> None:
+        """Called before weights change."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def settle(self) -> None:
+        """Wait until everything is copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         staged = [(item, _tensor_of(planner.resolve_data(item))) for item in plan.items]
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         self.files, results = [], []
+        copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for number, part in enumerate(_split(staged)):
             name = f"rank-{self.rank:04d}-{number:03d}.safetensors"
-            self.files.append(self._copy(name, number, part))
+            self.files.append(self._lay_out(name, number, part, copies))
             results += [WriteResult(item.index, tensor.nbytes, name) for item, tensor in part]
-        if self.pinned:
-            torch.cuda.current_stream().synchronize()  # the copies were only begun
+        self._copy(copies)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _copy(self, name: str, number: int, part: list[tuple[WriteItem, torch.Tensor]]) -> StagedFile:
+    def _lay_out(
+        self,
+        name: str,
+        number: int,
+        part: list[tuple[WriteItem, torch.Tensor]],
+        copies: list[tuple[str, torch.Tensor, torch.Tensor]],
+    ) -> StagedFile:
+        """The header of a file and room for its tensors. What is to be copied where is added to `copies`."""
         size = sum(tensor.nbytes for _, tensor in part)
         if number == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
         if self._buffers[number].numel() < size:
-            self._buffers[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned)
+            self._buffers[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         body, header, end = self._buffers[number][:size], dict[str, Any](), 0
         for item, tensor in part:
             begin, end = end, end + tensor.nbytes
@@ -111,10 +153,26 @@ class Stage(StorageWriter):
                 "data_offsets": [begin, end],
             }
             if tensor.nbytes:
-                body[begin:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
+                copies.append((item.index.fqn, body[begin:end].view(tensor.dtype).view(tensor.shape), tensor))
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that every tensor begins at a multiple of its own size
         return StagedFile(name, len(text).to_bytes(8, "little") + text, body)
+
+    def _copy(self, copies: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        if self._stream is None:
+            for _, target, tensor in copies:
+                target.copy_(tensor)
+            return
+        training = torch.cuda.current_stream()
+        self._stream.wait_stream(training)
+        with torch.cuda.stream(self._stream):
+            for early in (True, False):
+                for name, target, tensor in copies:
+                    if early != self.changed_by_update(name):
+                        target.copy_(tensor, non_blocking=True)
+                if early:
+                    training.wait_stream(self._stream)
+            self._copied = self._stream.record_event()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         file_of = {result.index: result.storage_data for rank in results for result in rank}
@@ -223,10 +281,13 @@ class Shelf(StorageReader):
     """The tensors of a checkpoint whose files have been checked."""
 
     folder: Path
+    _known: Metadata | None = None
     _places: dict[MetadataIndex, tuple[str, str]] = field(default_factory=dict)
     """Of each tensor, or part of one: its file, and its name in there."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._known is not None:
+            return self._known
         known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         try:
             for name, about in json.loads((self.folder / INDEX).read_text()).items():
@@ -242,7 +303,8 @@ class Shelf(StorageReader):
                     self._places[MetadataIndex(name, offsets)] = (_plain(file), key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{self.folder / INDEX} is not an index of tensors: {error!r}") from None
-        return Metadata(known)
+        self._known = Metadata(known)
+        return self._known
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = defaultdict(list)

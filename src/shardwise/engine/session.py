@@ -188,6 +188,7 @@ class Session:
         )
         spread_model.model.train()
         self._saver = Saver(self.store, self.world, self._retire)
+        self._saver.expect(spread_model.module.parameters(), self.layout.size("replicate"))
         return spread_model.model
 
     def _trial(self, model: nn.Module, device: torch.device) -> torch.Tensor:
