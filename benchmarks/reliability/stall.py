@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-STEPS_BETWEEN, SAVES = 5, 6
+STEPS_BETWEEN, SAVES = 4, 4
 
 
 def rank(millions: float, strategy: str, folder: str) -> None:
@@ -55,6 +55,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
         session.on_written = lambda written: behind.append(written.seconds)
         batches = session.batches()
         batch_of = iter(batches)
+        not_async = session.config.training.model_copy(update={"async_checkpoint": False})
 
         def seconds_of(action: Callable[[], object]) -> float:
             began = time.perf_counter()
@@ -64,13 +65,15 @@ def rank(millions: float, strategy: str, folder: str) -> None:
             return time.perf_counter() - began
 
         for kind in ["async"] * (SAVES + 1) + ["sync"] * SAVES:
+            if kind == "sync":
+                session.config = session.config.model_copy(update={"training": not_async})
             # The first step after a pause is not counted: the next batch is not there yet.
             usual = statistics.median(
                 [seconds_of(lambda: session.step(next(batch_of))) for _ in range(STEPS_BETWEEN)][1:]
             )
-            saving = seconds_of(session.save) + (seconds_of(session.wait) if kind == "sync" else 0.0)
-            after = seconds_of(lambda: session.step(next(batch_of)))
-            stalls[kind].append(max(0.0, saving + after - usual))
+            # Together: the copy out of the device runs beside the step.
+            both = seconds_of(lambda: (session.save(), session.step(next(batch_of))))
+            stalls[kind].append(max(0.0, both - usual))
             session.wait()
         if session.world.is_first:
             device = torch.cuda.get_device_name() if session.world.device.type == "cuda" else f"{os.cpu_count()} cores"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 
@@ -16,11 +17,9 @@ from shardwise.config.load import make_task
 
 torch.set_num_threads(1)
 
-# The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13).
-_weight = torch.nn.Parameter(torch.zeros(1))
-_weight.grad = torch.zeros(1)
-torch.optim.AdamW([_weight]).step()
-torch.optim.SGD([_weight], lr=0.1).step()
+# The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13). A step here would ask the GPU
+# whether it is capturing a graph (torch 2.11), and then no rank forked from here could use it.
+importlib.import_module("torch._dynamo")
 
 # So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
 # once, on no device. Whatever is wrong with it, its rank will say so.
