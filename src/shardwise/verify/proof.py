@@ -125,8 +125,9 @@ class _Proof:
 
     def run(self, folder: Path, against: Path | None) -> Report:
         from shardwise.verify.agreement import check_agreement
+        from shardwise.verify.compared import run_of
         from shardwise.verify.measure import Tolerance, is_narrow, same_at_first
-        from shardwise.verify.parity import check_single, run_of
+        from shardwise.verify.parity import check_single
         from shardwise.verify.probe import Probe
 
         probe_job = self._job("the probe", folder, "probe", 1, spread="whole")
@@ -236,7 +237,8 @@ class _Proof:
     def _parity(
         self, probe: Any, runs: dict[str, Outcome], name: str, tolerance: Any, against: Path | None
     ) -> list[Check]:
-        from shardwise.verify.parity import Compared, check_parity, run_of
+        from shardwise.verify.compared import Compared, run_of
+        from shardwise.verify.parity import check_parity
         from shardwise.verify.trouble import trouble_of
 
         for group in (name, *([str(against)] if against else [])):
