@@ -292,7 +292,7 @@ class _Proof:
         from shardwise.verify.resume import check_other_ranks, check_resume
 
         left = killed.folder / "run"
-        fewer = self.ranks // 2 if self.ranks >= 4 else 1
+        fewer = self._fewer(ranks)
         same = replace(
             ranks,
             name="resumed ranks",
@@ -323,6 +323,16 @@ class _Proof:
                 check_other_ranks(runs[ranks.name], runs[other.name], tolerance, start, save_at, split_matters=moved)
             )
         return checks
+
+    def _fewer(self, ranks: Job) -> int:
+        """Half of the ranks, where the strategy can do with so few; else one process."""
+        half = self.ranks // 2
+        try:
+            return (
+                half if self.ranks >= 4 and (not self.config or batching_of(as_asked(self.config, ranks), half)) else 1
+            )
+        except ConfigError:  # tensor.size, pipeline.stages or shard_size may ask for all of them
+            return 1
 
     # ---------------------------------------------------------------- words
 
