@@ -9,10 +9,10 @@ from typing import Any
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.measure import Run, Tolerance, apart, gradients_apart, weights_apart
-from shardwise.verify.probe import Probe
+from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.report import Check, Finding, Verdict
 from shardwise.verify.words import figure, listed, module_of, within
-from shardwise.verify.wrong_gradients import why
+from shardwise.verify.wrong_gradients import read_differently, why
 
 TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
@@ -20,19 +20,10 @@ TOO_LOUD = 0.05
 
 def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Tolerance) -> Iterator[Check]:
     """One process with the whole batch at once, against plain PyTorch."""
-    if probe.random_forward > 1e-5:
-        yield _check(
-            "forward pass",
-            Finding(
-                Cause.RANDOM_FORWARD,
-                f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed "
-                "of the generators is changed",
-                amount=probe.random_forward,
-            ),
-        )
-    elif noise.largest_noise > TOO_LOUD:
-        text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
-        yield _check("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+    differences = gradients_apart(single.gradients, probe.gradients)
+    bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
+    random = list(_random(probe, record, noise, bool(bad)))
+    yield from random
     if probe.without_gradient:
         names = listed(probe.without_gradient)
         detail = f"{len(probe.without_gradient)} trainable parameter(s) get no gradient: {names}"
@@ -55,9 +46,8 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
         text += f"; not among them: {listed(sorted(lacking))}" if lacking else f", {more} more than there are left"
         yield _check("one process", Finding(cause, text, step=1))
         return
-    differences = gradients_apart(single.gradients, probe.gradients)
-    bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
-    if bad and probe.random_forward <= 1e-5:
+    causes = {check.finding.cause for check in random if check.finding}
+    if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD}:
         worst = max(bad, key=lambda name: bad[name])
         what = f"gradients of one process are not plain PyTorch's in {listed(list(bad))}; {worst}: {figure(bad[worst])}"
         yield _check("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
@@ -70,6 +60,30 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
             f"gradients are those of plain PyTorch: largest difference {figure(value)}{within(worst)}; rounding explains up "
             f"to {figure(noise.gradients.get(worst, noise.floor))}",
         )
+
+
+def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: bool) -> Iterator[Check]:
+    """What makes any comparison idle: data or a forward pass that are others every time, an order that matters."""
+    loud = noise.largest_noise > TOO_LOUD
+    if probe.random_data > RANDOM:
+        text = (
+            f"{probe.unlike} is another when it is read again by the same process, with the same seeds; the gradient moves by "
+            f"{figure(probe.random_data)}"
+        )
+        yield _check("data", Finding(Cause.DATA_CHANGE, text, step=1, amount=probe.random_data))
+    elif (loud or differs) and (finding := read_differently(probe, [record])):
+        yield _check("data", finding)
+    elif probe.random_forward <= RANDOM and loud:
+        text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
+        yield _check("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+    if probe.unlike and probe.random_data <= RANDOM:
+        yield _passed("data", f"not the same when read again, which the gradient does not show: {probe.unlike}", "note")
+    if probe.random_forward > RANDOM:
+        text = (
+            f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed of the "
+            "generators is changed"
+        )
+        yield _check("forward pass", Finding(Cause.RANDOM_FORWARD, text, amount=probe.random_forward))
 
 
 def check_parity(both: Compared) -> list[Check]:

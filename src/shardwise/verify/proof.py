@@ -188,7 +188,7 @@ class _Proof:
             report.checks += self._resume(runs, ranks, killed, probe, tolerance, start, save_at, kill_at)
         for name in (ranks.name, *([str(against)] if against else [])):
             if runs[name].fine:
-                report.checks += check_agreement(runs[name])
+                report.checks += check_agreement(runs[name], probe)
         report.seconds = time.monotonic() - self.began
         return report
 
@@ -243,7 +243,7 @@ class _Proof:
 
         for group in (name, *([str(against)] if against else [])):
             if not runs[group].fine:
-                finding = trouble_of(runs[group])
+                finding = trouble_of(runs[group], trains_alone=not probe.without_gradient)
                 return [Check("parity", group, "FAIL", finding.what, finding)]
         checks = []
         reference, called = ("split", "one process") if probe.by_batch_norm else ("one process", "one process")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
-from shardwise.verify.measure import floor_of
+from shardwise.verify.contents import first_difference
+from shardwise.verify.measure import floor_of, gradients_apart
 from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.report import Finding
 from shardwise.verify.words import figure, listed, module_of
@@ -28,6 +30,8 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
             f"{figure(both.probe.split_matters_without_batch_norm)}"
         )
         return Finding(Cause.LOSS_IS_NO_SUM, text, first, step=1, amount=bad[first])
+    if data := read_differently(both.probe, both.ranks.records):
+        return data
     near = max(20 * floor_of(both.probe.precision), 1e-4)
     for cause, story, wrong in _mistakes(both.probe):
         gap = _distance(both.run.gradients, wrong())
@@ -38,9 +42,80 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         return Finding(
             Cause.WRONG_SCALING, f"{text}. All are {ratio:.6g} times what they should be", first, step=1, amount=ratio
         )
+    if odd := _on_some_ranks(both, text, bad):
+        return odd
     if len(bad) < len(differences):
         text += f". The other {len(differences) - len(bad)} are right; wrong are {listed(list(bad))}"
     return Finding(Cause.GRADIENTS, text, first, step=1, amount=bad[first])
+
+
+def read_differently(probe: Probe, records: Sequence[dict[str, Any]]) -> Finding | None:
+    """Whether the samples of the first step are other ones in other processes: to be asked when gradients differ."""
+    for rank, record in enumerate(records):
+        for ids, found in record["inputs"].items():
+            if ids in probe.inputs and (place := first_difference(probe.inputs[ids], found)):
+                who = f"rank {rank}" if len(records) > 1 else "the next process"
+                text = f"step 1: {who} has read samples {listed(ids)}, as one process did before it, and {place} is another"
+                return Finding(Cause.DATA_CHANGE, text, rank=rank, step=1)
+    return None
+
+
+def _on_some_ranks(both: Compared, text: str, bad: dict[str, float]) -> Finding | None:
+    """Each rank's gradients of its own samples, before they were averaged, beside those of one process on these samples."""
+    probe, world = both.probe, both.probe.plan.batching.world
+    own = [record["own_gradients"] for record in both.ranks.records]
+    if not probe.shares or len(own) != world or not all(own):
+        return None
+    near = max(4 * floor_of(probe.precision), 1e-4)
+    if _distance(both.run.gradients, _weighted_sum(own, 1 / world)) > near:
+        return None  # what was caught is not what came out: it explains nothing
+    parts = [[part for part in probe.shares if part.rank == rank] for rank in range(world)]
+    expected = [_weighted(mine, [world / probe.count] * len(mine)) for mine in parts]
+    for name in bad:
+        givers = [rank for rank in range(world) if _size(own[rank], name)]
+        should = [rank for rank in range(world) if _size(expected[rank], name)]
+        if givers and givers != should:
+            without = [rank for rank in range(world) if rank not in givers and parts[rank]]
+            if not without:
+                continue
+            process = f"gets one from the samples of {_ranks(should)}" if should else "gets none at all"
+            text += (
+                f". Before gradients are averaged, {name} has one on {_ranks(givers)} only and none on {_ranks(without)}; "
+                f"one process {process}"
+            )
+            return Finding(Cause.ONE_SIDED_PARAMETER, text, name, without[0], 1, bad[name])
+    off = [_worst_off(mine, theirs, probe.gradients) for mine, theirs in zip(own, expected, strict=True)]
+    wrong = [rank for rank in range(world) if off[rank][1] > near]
+    right = [rank for rank in range(world) if rank not in wrong]
+    if not wrong or not right:
+        return None
+    name, gap = off[wrong[0]]
+    text += (
+        f". Before gradients are averaged, those of {_ranks(wrong)} are not what one process gets from the same samples "
+        f"({name}: {figure(gap)} apart), those of {_ranks(right)} are"
+    )
+    return Finding(Cause.RANKS_COMPUTE_DIFFERENTLY, text, name, wrong[0], 1, gap)
+
+
+def _weighted_sum(all_of: Sequence[Gradients], weight: float) -> Gradients:
+    names = dict.fromkeys(name for each in all_of for name in each)
+    return {name: torch.stack([each[name] for each in all_of if name in each]).sum(0) * weight for name in names}
+
+
+def _size(gradients: Gradients, name: str) -> float:
+    return float(gradients[name].norm()) if name in gradients else 0.0
+
+
+def _worst_off(own: Gradients, expected: Gradients, whole: Gradients) -> tuple[str, float]:
+    """The parameter whose gradient is furthest from what is expected, and how far, beside that of the whole batch."""
+    gaps = gradients_apart(own, expected) if expected else {name: _size(own, name) for name in own}
+    gaps = {name: gap for name, gap in gaps.items() if name in whole}
+    name = max(gaps, key=lambda each: gaps[each], default="")
+    return name, gaps.get(name, 0.0)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listed(ranks)}"
 
 
 def _mistakes(probe: Probe) -> Iterator[tuple[Cause, str, Callable[[], Gradients]]]:
