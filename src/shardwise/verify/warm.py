@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 
@@ -21,6 +23,11 @@ _weight = torch.nn.Parameter(torch.zeros(1))
 _weight.grad = torch.zeros(1)
 torch.optim.AdamW([_weight]).step()
 torch.optim.SGD([_weight], lr=0.1).step()
+
+# So do the first save of a tensor, and of a checkpoint, which looks for fsspec (torch 2.13), in tenths of a second.
+torch.save(_weight, io.BytesIO())
+with contextlib.suppress(ImportError):
+    importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
 
 # So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
 # once, on no device. Whatever is wrong with it, its rank will say so.
