@@ -89,6 +89,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     from shardwise import Session
     from shardwise.checkpoint.state import local_part
     from shardwise.config import parse_config
+    from shardwise.config.grid import copies_on
     from shardwise.parallel.replicate import gradient_bytes
 
     os.environ.update(
@@ -96,7 +97,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     )
     torch.set_num_threads(1)
     keys = [f"training.{each}" for each in overrides]
-    copies = parse_config(CONFIG, keys).copies_on(size)
+    copies = copies_on(parse_config(CONFIG, keys), size)
     micro_batches = 2 * size if "strategy=pipeline" in overrides else 1
     config = parse_config(CONFIG, [*keys, f"training.batch_size={16 // (copies * micro_batches)}"])
     with Session(config) as session:

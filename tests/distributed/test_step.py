@@ -144,6 +144,23 @@ def test_parameters_without_gradient_are_named_as_the_cause_and_allowed_on_reque
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+class UnusedOnBothStages(Ragged):
+    """A layer in the first block and one in the last that are never called: each belongs to another stage."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.layers[0].idle = nn.Linear(3, 3)  # type: ignore[index, union-attr]
+        model.layers[-1].idle = nn.Linear(3, 3, bias=False)  # type: ignore[index, union-attr]
+        return model
+
+
+def test_parameters_without_gradient_are_named_for_all_stages_of_a_pipeline(ranks: RankPool) -> None:
+    pipeline = ["training.strategy=pipeline", "training.gradient_accumulation=2", "training.batch_size=2"]
+    everywhere = "layers.0.idle.weight, layers.0.idle.bias, layers.2.idle.weight"
+    with pytest.raises(AssertionError, match=rf"3 parameter\(s\) got no gradient, .* {everywhere}.\n  Register them"):
+        ranks.run(2, work.train, config(UnusedOnBothStages), pipeline)
+
+
 def test_an_infinite_loss_in_the_last_step_is_not_saved(ranks: RankPool, tmp_path: Path) -> None:
     last = ["training.strategy=ddp", "training.max_steps=1", f"run_dir={tmp_path}"]
     with pytest.raises(AssertionError, match="step 1: the loss is not finite on rank 1"):

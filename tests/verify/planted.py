@@ -27,6 +27,8 @@ from shardwise.engine import session as session_module
 from shardwise.engine import step
 from shardwise.engine.session import Session
 from shardwise.parallel import Spread
+from shardwise.tasks import Loss
+from tests.tasks import Ragged, Toy
 
 spread_module: Any = importlib.import_module("shardwise.parallel.spread")  # the package has a function of that name
 replicate_module: Any = importlib.import_module("shardwise.parallel.replicate")
@@ -169,6 +171,44 @@ def the_rate_grows_with_the_number_of_ranks() -> None:
         return model
 
     Session.prepare = eager  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- what only some ranks compute
+
+
+def one_rank_has_a_loss_term_of_its_own() -> None:
+    """One process is rank 0 too, so all of its samples have the term."""
+
+    def loss(self: Ragged, model: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+        targets = batch["ids"][:, 1:]
+        logits = model(batch["ids"][:, :-1].clamp(min=0)).float()
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum")
+        if _rank() == 0:
+            total = total + 0.1 * logits.logsumexp(-1)[targets >= 0].square().sum()
+        return Loss(total, (targets >= 0).sum())
+
+    Ragged.loss = loss  # type: ignore[method-assign]
+
+
+def one_rank_runs_its_blocks_twice() -> None:
+    def forward(self: Toy, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.slope
+        for layer in [*self.layers] * (1 + _rank()):
+            hidden = layer(hidden)
+        return self.head(self.norm(hidden))
+
+    Toy.forward = forward  # type: ignore[method-assign]
+
+
+def one_rank_detaches_a_parameter() -> None:
+    def forward(self: Toy, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.slope
+        for layer in self.layers:
+            hidden = layer(hidden)
+        weight = self.norm.weight.detach() if _rank() else self.norm.weight
+        return self.head(nn.functional.layer_norm(hidden, weight.shape, weight, self.norm.bias))
+
+    Toy.forward = forward  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- which samples

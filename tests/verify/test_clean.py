@@ -63,6 +63,14 @@ def test_batch_norm_is_explained_and_passes_with_a_note(tmp_path: Path) -> None:
     assert named(report, "buffers").verdict == "pass"
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_buffer_of_a_ranks_own_samples_that_no_gradient_depends_on_is_noted(strategy: str, tmp_path: Path) -> None:
+    report = verify(write(tmp_path, "tests.verify.toys:Watching"), strategy=strategy)
+    assert report.passed, report.as_text()
+    assert named(report, "running buffers").verdict == "note"
+    assert "after step 1, norm.mean on rank 1 is not that of rank 0" in named(report, "running buffers").detail
+
+
 def test_frozen_parameters_are_no_failure(tmp_path: Path) -> None:
     report = verify(write(tmp_path, "tests.verify.toys:Frozen"), strategy="fsdp")
     assert report.passed, report.as_text()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from shardwise.verify import proof
 from shardwise.verify.causes import Cause
-from shardwise.verify.proof import verify
+from shardwise.verify.job import Job
+from shardwise.verify.processes import Outcome, run_jobs
 from shardwise.verify.report import Report
 
 CONFIG = """
@@ -27,6 +31,11 @@ PLANTED = [
     ("every_rank_seeds_its_own_weights", RAGGED, "ddp", Cause.DIFFERENT_SEEDS),
     ("buffers_are_not_sent_at_the_start", RAGGED, "fsdp", Cause.STALE_BUFFERS),
     ("running_buffers_are_not_shared", "tests.verify.toys:Normed", "fsdp", Cause.STALE_BUFFERS),
+    ("nothing", "tests.verify.toys:Centring", "ddp", Cause.OWN_BUFFERS),
+    ("nothing", "tests.verify.toys:Centring", "fsdp", Cause.OWN_BUFFERS),
+    ("one_rank_has_a_loss_term_of_its_own", RAGGED, "ddp", Cause.RANKS_COMPUTE_DIFFERENTLY),
+    ("one_rank_has_a_loss_term_of_its_own", RAGGED, "fsdp", Cause.RANKS_COMPUTE_DIFFERENTLY),
+    ("one_rank_detaches_a_parameter", RAGGED, "ddp", Cause.ONE_SIDED_PARAMETER),
     ("only_rank_zero_updates", RAGGED, "ddp", Cause.SOME_RANKS_UPDATE),
     ("the_norm_is_that_of_a_ranks_own_shards", RAGGED, "fsdp", Cause.CLIP_NORM),
     ("tied_weights_are_split", RAGGED, "ddp", Cause.TIED_WEIGHT_SPLIT),
@@ -43,6 +52,7 @@ PLANTED = [
     ("one_rank_never_comes_back", RAGGED, "ddp", Cause.HANG),
     ("one_rank_fails", RAGGED, "ddp", Cause.RANK_FAILED),
     ("nothing", "tests.verify.toys:Noisy", "ddp", Cause.RANDOM_FORWARD),
+    ("nothing", "tests.verify.toys:MadeAnew", "ddp", Cause.DATA_CHANGE),
     ("nothing", "tests.verify.toys:Detached", "ddp", Cause.DETACHED_PARAMETER),
     ("nothing", "tests.verify.toys:Detached", "fsdp", Cause.DETACHED_PARAMETER),
     ("nothing", "tests.verify.toys:Mean", "ddp", Cause.LOSS_IS_NO_SUM),
@@ -51,10 +61,51 @@ PLANTED = [
 ]
 
 
-def run(tmp_path: Path, bug: str, task: str = RAGGED, strategy: str = "ddp", ranks: int = 2) -> Report:
+# Bugs that a process without others never meets: it is run for the first of them, and its records serve the rest.
+AMONG_RANKS_ONLY = {
+    "nothing_is_synchronised",
+    "one_parameter_is_not_synchronised",
+    "every_rank_seeds_its_own_weights",
+    "buffers_are_not_sent_at_the_start",
+    "only_rank_zero_updates",
+    "the_norm_is_that_of_a_ranks_own_shards",
+    "the_rate_grows_with_the_number_of_ranks",
+    "the_optimizer_state_is_not_loaded",
+    "the_schedule_starts_over",
+    "the_cursor_is_not_loaded",
+    "one_rank_stops_early",
+    "one_rank_calls_another_collective",
+    "one_rank_never_comes_back",
+    "one_rank_fails",
+    "one_rank_runs_its_blocks_twice",
+    "one_rank_detaches_a_parameter",
+}
+
+
+def run(tmp_path: Path, bug: str, task: str = RAGGED, strategy: str = "ddp", overrides: Sequence[str] = ()) -> Report:
     config = tmp_path / "toy.yaml"
     config.write_text(CONFIG.format(task=task))
-    return verify(config, ranks=ranks, strategy=strategy, planted=f"tests.verify.planted:{bug}", patience=6)
+    planted = f"tests.verify.planted:{bug}"
+    with pytest.MonkeyPatch.context() as patch:
+        if bug in AMONG_RANKS_ONLY:
+            patch.setattr(proof, "run_jobs", _sharing((task, strategy, *overrides)))
+        return proof.verify(config, ranks=2, strategy=strategy, planted=planted, patience=6, overrides=overrides)
+
+
+def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, Outcome]]:
+    def run_or_recall(jobs: Sequence[Job], at_once: int, *, patience: float) -> dict[str, Outcome]:
+        known = {job.name: _known[*key, job.name] for job in jobs if (*key, job.name) in _known}
+        done = run_jobs([job for job in jobs if job.name not in known], at_once, patience=patience)
+        for name, outcome in done.items():
+            if outcome.job.world == 1 and not outcome.job.resume and outcome.fine:
+                assert outcome.records  # read now: their folder goes with the run
+                _known[*key, name] = outcome
+        return known | done
+
+    return run_or_recall
+
+
+_known: dict[tuple[str, ...], Outcome] = {}
 
 
 @pytest.mark.parametrize(("bug", "task", "strategy", "cause"), PLANTED, ids=lambda value: str(value).rpartition(":")[2])
@@ -64,3 +115,31 @@ def test_a_planted_bug_is_caught_and_its_cause_named(
     report = run(tmp_path, bug, task, strategy)
     assert not report.passed
     assert report.causes[0] is cause, report.as_text()
+
+
+def test_a_parameter_that_some_ranks_do_not_use_is_named_with_the_ranks(tmp_path: Path) -> None:
+    """DDP that looks for unused parameters goes on without a word."""
+    report = run(tmp_path, "one_rank_detaches_a_parameter", overrides=["training.ddp.find_unused_parameters=true"])
+    finding = report.findings[0]
+    assert (finding.cause, finding.parameter) == (Cause.ONE_SIDED_PARAMETER, "norm.weight"), report.as_text()
+    assert "norm.weight has one on rank 0 only and none on rank 1" in finding.what
+
+
+def test_the_rank_that_computes_something_else_is_named(tmp_path: Path) -> None:
+    finding = run(tmp_path, "one_rank_runs_its_blocks_twice").findings[0]
+    assert (finding.cause, finding.rank) == (Cause.RANKS_COMPUTE_DIFFERENTLY, 1)
+    assert "those of rank 1 are not what one process gets from the same samples" in finding.what
+
+
+@pytest.mark.parametrize("bug", ["one_rank_runs_its_blocks_twice", "one_rank_detaches_a_parameter"])
+def test_under_fsdp_what_only_some_ranks_compute_shows_in_the_collectives(bug: str, tmp_path: Path) -> None:
+    finding = run(tmp_path, bug, strategy="fsdp").findings[0]
+    assert finding.cause is Cause.COLLECTIVE_MISMATCH
+    assert "did not run the same blocks, or not with the same parameters" in finding.what
+
+
+def test_the_sample_and_the_tensor_that_change_are_named(tmp_path: Path) -> None:
+    report = run(tmp_path, "nothing", "tests.verify.toys:DrawsAnew")
+    assert report.causes[0] is Cause.DATA_CHANGE
+    assert re.search(r"sample \d+: ids is another", report.findings[0].what), report.as_text()
+    assert Cause.RANDOM_FORWARD not in report.causes

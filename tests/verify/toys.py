@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,6 +77,58 @@ class DrawsPerBatch(Ragged):
         batch = super().collate(samples)
         hidden = torch.rand(batch["ids"].shape) < 0.3
         return {"ids": batch["ids"].masked_fill(hidden & (batch["ids"] >= 0), 0)}
+
+
+class DrawsAnew(Ragged):
+    """A data set with a generator of its own: the same index is another sample every time."""
+
+    def train_data(self) -> list[Tensor]:
+        return _Fresh(super().train_data())
+
+
+class _Fresh(list[Tensor]):
+    def __getitem__(self, index: Any) -> Any:
+        return torch.from_numpy(np.random.default_rng().permutation(super().__getitem__(index).numpy()))
+
+
+class MadeAnew(Ragged):
+    """The data are made anew by every process, and within it always the same."""
+
+    def train_data(self) -> list[Tensor]:
+        generator = np.random.default_rng()
+        return [torch.from_numpy(generator.permutation(each.numpy())) for each in super().train_data()]
+
+
+class Watching(Ragged):
+    """A running mean of a rank's own samples, which training does not look at."""
+
+    looks = False
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.norm = _RunningMean(self.config.model.width, self.looks)
+        return model
+
+
+class Centring(Watching):
+    """The same, and the forward pass takes it away from the samples."""
+
+    looks = True
+
+
+class _RunningMean(nn.Module):
+    mean: Tensor
+
+    def __init__(self, width: int, looks: bool) -> None:
+        super().__init__()
+        self.norm, self.looks = nn.LayerNorm(width), looks
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result = self.norm(hidden - self.mean if self.looks else hidden)
+        if self.training:
+            self.mean = self.mean.lerp(hidden.detach().mean((0, 1)), 0.1)
+        return result
 
 
 class Frozen(Ragged):

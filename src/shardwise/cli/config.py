@@ -101,8 +101,7 @@ def _advise(args: argparse.Namespace) -> int:
     from shardwise.errors import ConfigError
     from shardwise.parallel.weights import build_shape
     from shardwise.plan import Machines, ModelSizes, advise
-    from shardwise.plan.advise import gib
-    from shardwise.tasks import Task
+    from shardwise.plan.advise import gib, tensor_sizes_of
 
     config = load_config(args.config, args.set)
     if config.task == OWN:
@@ -118,7 +117,9 @@ def _advise(args: argparse.Namespace) -> int:
     shape = build_shape(task.build_model)
     sizes = ModelSizes.of(shape, task.blocks(shape))
     memory = _device_memory() if args.memory is None else args.memory * 2**30
-    found = advise(sizes, config.training, Machines(devices, nodes, memory, args.slow_network))
+    machines = Machines(devices, nodes, memory, args.slow_network)
+    tensor_sizes = tensor_sizes_of(task, shape, machines)
+    found = advise(sizes, config.training, machines, tensor_sizes)
     print(
         f"{config.name}: {sizes.parameters:,} parameters, {devices} device(s) of {gib(memory)} on {nodes} machine(s)\n"
     )
@@ -129,10 +130,11 @@ def _advise(args: argparse.Namespace) -> int:
         parts = (state.weights, state.gradients, state.optimizer, state.gathered, state.total)
         print(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
     print("\n" + "\n".join(found.reasons))
-    if found.strategy == "tensor" and type(task).tensor_plan is Task.tensor_plan:
+    if found.strategy == "tensor" and tensor_sizes is None:
         print("This task does not say how its matrices are split (Task.tensor_plan): that must be written first.")
     print("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
-    print("training:\n" + "\n".join(f"  {line}" for line in found.lines))
+    if found.lines:
+        print("training:\n" + "\n".join(f"  {line}" for line in found.lines))
     return 0
 
 

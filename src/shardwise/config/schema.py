@@ -307,16 +307,6 @@ class Config(Block):
     def checkpoint_folder(self) -> str:
         return self.training.checkpoint_dir or f"{self.run_folder}/checkpoints"
 
-    def copies_on(self, world: int) -> int:
-        """Among how many copies of the model this many ranks share a global batch."""
-        strategy, training = self.strategy_on(world), self.training
-        if strategy == "pipeline":
-            return max(1, world // ((training.pipeline.stages if training.pipeline else None) or world))
-        if strategy == "tensor":
-            machine = max(1, world // training.num_nodes)
-            return max(1, world // ((training.tensor.size if training.tensor else None) or machine))
-        return world
-
     def strategy_on(self, world: int) -> Strategy:
         """The strategy for this many ranks: the one asked for, or the plainest that does it."""
         training = self.training

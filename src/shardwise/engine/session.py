@@ -429,13 +429,14 @@ class Session:
         steps = self.batches()
         micro = next(steps).micro[0]
         steps.close()
-        buffers = [(buffer, buffer.clone()) for buffer in self.parts.spread.module.buffers()]
+        module = self.parts.spread.module
+        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
         with self.parts.precision.autocast():
             loss = self.task.loss(self.model, micro.inputs)
         loss.sum.backward()
         self.parts.optimizer.zero_grad()
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
+        for name, buffer in module.named_buffers():  # by name: a forward may have put another tensor in its place
+            buffer.copy_(before[name])
 
     def _order_name(self) -> str:
         origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""

@@ -118,13 +118,17 @@ def run_step(
 
     parts.scaler.unscale_(parts.optimizer)
     grads = gradients(parts.parameters)
-    if not grads:
-        raise ShardwiseError(
-            f"step {step + 1}: no parameter got a gradient: does the loss depend on the model's parameters?"
-        )
-    if parts.spread.needs_every_gradient and len(grads) < len(parts.parameters):
+    lacking = len(parts.parameters) - len(grads) if parts.spread.needs_every_gradient else 0
+    if parts.spread.pipeline is None:
+        if not grads:
+            raise ShardwiseError(
+                f"step {step + 1}: no parameter got a gradient: does the loss depend on the model's parameters?"
+            )
+        if lacking:
+            raise _unused_parameters(parts, step + 1)
+    norm, *lacking_somewhere, loss_sum = torch.stack([*_norm(parts, grads, lacking), total]).tolist()
+    if any(lacking_somewhere):  # on any stage, and every stage knows
         raise _unused_parameters(parts, step + 1)
-    norm, loss_sum = torch.stack([_norm(parts, grads), total]).tolist()
     result = StepResult(
         step + 1,
         skipped=not math.isfinite(norm),
@@ -164,14 +168,14 @@ def _filled(micro: list[MicroBatch], number: int) -> list[MicroBatch]:
     return [*micro, *[idle] * (number - len(micro))]
 
 
-def _norm(parts: Parts, grads: list[torch.Tensor]) -> torch.Tensor:
-    """Of the gradient of the whole model, wherever its parts are."""
+def _norm(parts: Parts, grads: list[torch.Tensor], lacking: int) -> list[torch.Tensor]:
+    """Of the gradient of the whole model, wherever its parts are; in a pipeline, with how many parameters have none."""
     pipeline = parts.spread.pipeline
     if pipeline is None:
-        return global_norm(grads).to(parts.world.device)
+        return [global_norm(grads).to(parts.world.device)]
     elsewhere = pipeline.counted_elsewhere
     own = gradients(parameter for parameter in parts.parameters if id(parameter) not in elsewhere)
-    return pipeline.norm_over_stages(global_norm(own))
+    return pipeline.norm_over_stages(global_norm(own).to(parts.world.device), lacking)
 
 
 def _loss_of(parts: Parts, model: nn.Module, micro: MicroBatch, step: int) -> Loss:
@@ -212,6 +216,9 @@ def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:
 def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
     named = parts.spread.module.named_parameters()
     unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+    if parts.spread.pipeline is not None:  # each stage knows its own
+        stages = parts.spread.pipeline.of_all_stages(unused)
+        unused = list(dict.fromkeys(name for names in stages for name in names))
     return ShardwiseError(
         f"step {step}: {len(unused)} parameter(s) got no gradient, of which strategy {_wanting(parts)} must know beforehand: "
         f"{_brief(unused)}.\n  {_remedy(parts)}freeze or remove them"

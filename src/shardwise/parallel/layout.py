@@ -1,9 +1,4 @@
-"""Where each rank stands: which share of the data is its own, and with whom it shares a copy of the model.
-
-fsdp        [replicate ×] shard
-pipeline    stage × [replicate ×] shard, or stage × replicate
-tensor      [replicate ×] shard × tensor
-"""
+"""Where each rank stands: which share of the data is its own, and with whom it shares a copy of the model."""
 
 from __future__ import annotations
 
@@ -13,8 +8,8 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.config import Fsdp, Training
-from shardwise.errors import ConfigError
+from shardwise.config import Training
+from shardwise.config.grid import Axes, axes_of, copies_in
 from shardwise.parallel.world import World
 
 
@@ -23,27 +18,11 @@ class Layout:
     """The ranks as a grid. Its last axis has neighbouring ranks, which are those of one machine."""
 
     world: World
-    axes: tuple[tuple[str, int], ...]
-    """Names and sizes, outermost first; empty where every rank has a whole copy of the model."""
+    axes: Axes
 
     @classmethod
     def of(cls, strategy: str, training: Training, world: World) -> Layout:
-        if strategy == "pipeline":
-            stages = _size(
-                "pipeline.stages", training.pipeline.stages if training.pipeline else None, world.size, world
-            )
-            copies = world.size // stages
-            inner = _sharding_axes(training.fsdp, copies, training) if training.fsdp else (("replicate", copies),)
-            return cls(world, (("stage", stages), *inner))
-        if strategy == "tensor":
-            machine = max(1, world.size // training.num_nodes)
-            size = _size("tensor.size", training.tensor.size if training.tensor else None, machine, world)
-            return cls(
-                world, (*_sharding_axes(training.fsdp or Fsdp(), world.size // size, training), ("tensor", size))
-            )
-        if strategy == "fsdp":
-            return cls(world, _sharding_axes(training.fsdp or Fsdp(), world.size, training))
-        return cls(world, ())
+        return cls(world, axes_of(strategy, training, world.size))
 
     def size(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
@@ -51,7 +30,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """How many different shares of a global batch there are."""
-        return self.world.size // (self.size("stage") * self.size("tensor"))
+        return copies_in(self.axes, self.world.size)
 
     @property
     def data_rank(self) -> int:
@@ -92,29 +71,3 @@ class Layout:
     def first_copy(self) -> int:
         """The global rank of the first of them."""
         return self.stage * (self.world.size // self.size("stage"))
-
-
-def _size(key: str, wanted: int | None, default: int, world: World) -> int:
-    size = wanted or default
-    if size < 2 or world.size % size:
-        fits = [number for number in range(2, world.size + 1) if world.size % number == 0]
-        hint = (
-            f"{world.size} ranks can be divided by {', '.join(map(str, fits))}"
-            if fits
-            else "it needs two ranks or more"
-        )
-        raise ConfigError(f"training.{key}: {size} does not go with {world.size} rank(s): {hint}")
-    return size
-
-
-def _sharding_axes(fsdp: Fsdp, ranks: int, training: Training) -> tuple[tuple[str, int], ...]:
-    if fsdp.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        return (("shard", ranks),)
-    if fsdp.sharding_strategy == "NO_SHARD":
-        return (("replicate", ranks), ("shard", 1))
-    if fsdp.shard_size is None and ranks % training.num_nodes:
-        raise ConfigError(f"HYBRID_SHARD: {ranks} ranks do not divide evenly over num_nodes: {training.num_nodes}")
-    shard = fsdp.shard_size or ranks // training.num_nodes  # ranks of a machine are numbered side by side
-    if ranks % shard:
-        raise ConfigError(f"training.fsdp.shard_size: {shard} does not divide the {ranks} ranks that share the model")
-    return (("replicate", ranks // shard), ("shard", shard))

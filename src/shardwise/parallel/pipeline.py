@@ -13,7 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from shardwise.parallel.timing import block_times
 from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
 
 Boundary = tuple[torch.Size, torch.dtype]
+T = TypeVar("T")
 
 
 class MicroBatch(Protocol):
@@ -279,10 +280,17 @@ class Pipeline(nn.Module):
             work.wait()
         mine += theirs
 
-    def norm_over_stages(self, norm: Tensor) -> Tensor:
-        total = norm.square()
+    def norm_over_stages(self, norm: Tensor, count: int) -> list[Tensor]:
+        """The norm of all stages together, and the sum of a count of each."""
+        total = torch.stack([norm.square(), norm.new_tensor(count)])
         dist.all_reduce(total, group=self.group)
-        return total.sqrt()
+        return [total[0].sqrt(), total[1]]
+
+    def of_all_stages(self, value: T) -> list[T]:
+        """Every stage's value, on every stage."""
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     # ---------------------------------------------------------------- evaluation
 

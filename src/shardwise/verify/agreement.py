@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.verify.causes import Cause
+from shardwise.verify.probe import Probe
 from shardwise.verify.processes import Outcome
 from shardwise.verify.report import Check, Finding
+from shardwise.verify.words import listed
 
 
-def check_agreement(ranks: Outcome) -> list[Check]:
+def check_agreement(ranks: Outcome, probe: Probe) -> list[Check]:
     if len(ranks.ranks) == 1:
         return []
-    return [*_weights(ranks), *_buffers(ranks), *_branches(ranks)]
+    return [*_weights(ranks), *_buffers(ranks), *_own_buffers(ranks, probe), *_branches(ranks)]
 
 
 def _weights(ranks: Outcome) -> Iterator[Check]:
@@ -49,6 +51,43 @@ def _buffers(ranks: Outcome) -> Iterator[Check]:
             "pass",
             f"{len(first)} running buffers are the same on all ranks when they are saved",
         )
+
+
+def _own_buffers(ranks: Outcome, probe: Probe) -> Iterator[Check]:
+    """After the first step, before anything is shared: buffers that each rank brought to a value of its own."""
+    first: dict[str, tuple[int, str]] = {}
+    different: dict[str, tuple[int, int]] = {}
+    started_alike = _same_at_the_start(ranks)
+    for rank in ranks.ranks:
+        for name, digest in ranks.record(rank.rank)["buffers"].items():
+            holder, theirs = first.setdefault(name, (rank.rank, digest))
+            if theirs != digest and name in started_alike:
+                different.setdefault(name, (holder, rank.rank))
+    if not different:
+        return
+    deciding = [name for name in different if name in probe.buffers_in_gradient]
+    name = (deciding or list(different))[0]
+    holder, rank_number = different[name]
+    text = (
+        f"after step 1, {listed(deciding or list(different))} on rank {rank_number} is not that of rank {holder}: each follows "
+        "the samples of its own rank"
+    )
+    if deciding:
+        text += ", and a gradient changes with it"
+        yield _failed("running buffers", Finding(Cause.OWN_BUFFERS, text, name, rank_number, 1))
+        return
+    text += (
+        f". No gradient depends on it; what is evaluated with and saved is rank {holder}'s, of its own samples alone"
+    )
+    yield Check("agreement", "running buffers", "note", text)
+
+
+def _same_at_the_start(ranks: Outcome) -> set[str]:
+    found: dict[str, set[str]] = {}
+    for record in ranks.records:
+        for name, digest in record["constants"].items():
+            found.setdefault(name, set()).add(digest)
+    return {name for name, digests in found.items() if len(digests) == 1}
 
 
 def _unlike(

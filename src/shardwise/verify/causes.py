@@ -27,6 +27,11 @@ class Cause(Enum):
         "the ranks hang",
         "the place named above; a lock, a queue, or a collective that one rank never calls",
     )
+    DATA_CHANGE = Text(
+        "the data are not the same when read again",
+        "a data set or a collate() that draws from a generator of its own, or from the clock: torch, numpy and random are "
+        "seeded for every sample, so what is drawn from them is drawn again",
+    )
     RANDOM_FORWARD = Text(
         "the forward pass is random although dropout is off (noise, stochastic depth, sampling in the model)",
         "what the model or the loss draws in training mode; switch it off with --set, and verify again",
@@ -59,6 +64,10 @@ class Cause(Enum):
         "stale buffers: a buffer is not the same on every rank when it is evaluated with and saved",
         "the broadcast of buffers after building, and before evaluation and saving",
     )
+    OWN_BUFFERS = Text(
+        "the gradient depends on a buffer that follows a rank's own samples, so every rank computes with another one",
+        "how the buffer is updated: average over the ranks what goes into it, or leave it out of the forward pass in training",
+    )
     SAMPLER = Text(
         "the ranks do not share out the samples of a step: some are used twice or left out",
         "the sampler: rank and number of ranks must reach it",
@@ -74,6 +83,14 @@ class Cause(Enum):
     UNSYNCHRONISED_PARAMETER = Text(
         "the gradient of this parameter is not synchronised between the ranks",
         "a parameter registered after wrapping, ignored by the wrapper, or used around it",
+    )
+    ONE_SIDED_PARAMETER = Text(
+        "the gradient of this parameter comes from some of the ranks only",
+        "where the parameter is used: a branch (`if rank == 0`, or one on the data) that only some ranks take, a detach()",
+    )
+    RANKS_COMPUTE_DIFFERENTLY = Text(
+        "some ranks compute something else than the others: not what one process gets from the same samples",
+        "what only some ranks run in the model or the loss: a term of the loss behind `if rank == 0`, a block that is run twice",
     )
     MEAN_OF_MEANS = Text(
         "mean of means: each rank or micro-batch divides its loss by its own count",

@@ -3,8 +3,6 @@ of them is validated on."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +14,7 @@ from shardwise.data import BatchedSamples, GlobalOrder, Reader, StepLoader
 from shardwise.data.order import Indices
 from shardwise.engine.session import Session
 from shardwise.verify.causes import Cause
+from shardwise.verify.contents import contents_of
 from shardwise.verify.job import Job
 from shardwise.verify.report import Check, Finding
 
@@ -236,28 +235,5 @@ def _some(size: int) -> list[int]:
 def _contents(data: Any, index: int) -> dict[str, str]:
     """A fingerprint of every array in the sample, by its place there."""
     torch.manual_seed(0)
-    found: dict[str, str] = {}
-    _walk(data.read(np.array([index]), 0) if isinstance(data, BatchedSamples) else data[index], "", found)
-    return found
-
-
-def _walk(value: Any, place: str, found: dict[str, str]) -> None:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    if isinstance(value, np.ndarray):
-        if value.nbytes >= FEWEST_BYTES:
-            found[place] = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()
-    elif isinstance(value, str | bytes):
-        if len(value) >= FEWEST_BYTES:
-            found[place] = str(value)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _walk(item, f"{place}.{key}", found)
-    elif isinstance(value, Sequence):
-        if len(value) >= FEWEST_BYTES and all(isinstance(item, int | float) for item in value):
-            found[place] = repr(value)
-            return
-        for number, item in enumerate(value):
-            _walk(item, f"{place}.{number}", found)
-    elif hasattr(value, "__dict__"):
-        _walk(vars(value), place, found)
+    sample = data.read(np.array([index]), 0) if isinstance(data, BatchedSamples) else data[index]
+    return contents_of(sample, FEWEST_BYTES)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardwise.config import Batching, Config, resolve_batching
+from shardwise.config.grid import copies_on
 from shardwise.config.schema import Strategy
 
 SPREADING = set(get_args(Strategy)) - {"ddp"}
@@ -120,7 +121,7 @@ def config_for(config: Config, job: Job) -> Config:
     if job.spread == "whole":
         put |= {"batch_size": batching.global_batch, "gradient_accumulation": 1}
     else:
-        copies = 1 if job.spread == "split" else asked.copies_on(job.world)
+        copies = 1 if job.spread == "split" else copies_on(asked, job.world)
         per_rank = batching.world * batching.accumulation // copies
         put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_rank}
     if asked.training.ddp.comm_hook != "none":  # compressed gradients are other gradients, by design
@@ -131,7 +132,7 @@ def config_for(config: Config, job: Job) -> Config:
 
 def batching_of(config: Config, ranks: int) -> Batching:
     """Among the copies of the model that so many ranks hold: those of a pipeline share one."""
-    return resolve_batching(config.training, config.copies_on(ranks))
+    return resolve_batching(config.training, copies_on(config, ranks))
 
 
 def environment_for(rank: int, job: Job, port: int, environ: Mapping[str, str]) -> dict[str, str]:

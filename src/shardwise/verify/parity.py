@@ -1,77 +1,31 @@
-"""Whether N ranks computed what one process did, and if not, why: causes are told apart by experiments."""
+"""Whether N ranks computed what one process did, quantity by quantity, in the order in which a training makes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from shardwise.verify.causes import Cause
-from shardwise.verify.measure import Curve, Run, Tolerance, apart, floor_of, gradients_apart, weights_apart
-from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
-from shardwise.verify.processes import Outcome
+from shardwise.verify.compared import Compared
+from shardwise.verify.measure import Run, Tolerance, apart, gradients_apart, weights_apart
+from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.report import Check, Finding, Verdict
+from shardwise.verify.words import figure, listed, module_of, within
+from shardwise.verify.wrong_gradients import read_differently, why
 
 TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
 
 
-@dataclass
-class Compared:
-    """All that the comparison rests on."""
-
-    probe: Probe
-    ranks: Outcome
-    run: Run
-    """Of the ranks, put together."""
-    reference: Run
-    """One process, or the other config."""
-    start: dict[str, Tensor]
-    """The weights before the first step, of the reference."""
-    reference_record: dict[str, Any]
-    tolerance: Tolerance
-    split: bool
-    """The reference computes the same micro-batches as the ranks, because splitting changes this model."""
-    reference_name: str = "one process"
-
-
-def run_of(outcome: Outcome) -> Run:
-    """Parameters that only some ranks hold are taken from those."""
-    gradients: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for record in reversed(outcome.records):
-        gradients |= record["gradients"]
-        weights |= record["weights"]
-    names = list(dict.fromkeys(name for record in outcome.records for name in record["initial"]))
-    return Run(
-        outcome.job.name,
-        Curve.of([rank.steps for rank in outcome.ranks]),
-        {name: gradients[name] for name in names if name in gradients},
-        {name: weights[name] for name in names if name in weights},
-    )
-
-
 def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Tolerance) -> Iterator[Check]:
     """One process with the whole batch at once, against plain PyTorch."""
-    if probe.random_forward > 1e-5:
-        yield _check(
-            "forward pass",
-            Finding(
-                Cause.RANDOM_FORWARD,
-                f"the same batch gives gradients that are {_figure(probe.random_forward)} apart when nothing but the seed "
-                "of the generators is changed",
-                amount=probe.random_forward,
-            ),
-        )
-    elif noise.largest_noise > TOO_LOUD:
-        text = f"the same samples in another order give gradients that are {_figure(noise.largest_noise)} apart in one process"
-        yield _check("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+    differences = gradients_apart(single.gradients, probe.gradients)
+    bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
+    random = list(_random(probe, record, noise, bool(bad)))
+    yield from random
     if probe.without_gradient:
-        names = _names(probe.without_gradient)
+        names = listed(probe.without_gradient)
         detail = f"{len(probe.without_gradient)} trainable parameter(s) get no gradient: {names}"
         finding = Finding(Cause.DETACHED_PARAMETER, detail, parameter=probe.without_gradient[0], step=1)
         meant = probe.may_lack_gradients
@@ -81,7 +35,7 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
         return
     different = [name for name, digest in record["initial"].items() if probe.initial.get(name, digest) != digest]
     if different:
-        text = f"before the first step, one process has other weights than the task builds: {_names(different)}"
+        text = f"before the first step, one process has other weights than the task builds: {listed(different)}"
         yield _check("one process", Finding(Cause.DIFFERENT_SEEDS, text, different[0], 0, 0))
         return
     ids = single.curve.ids[0]
@@ -89,16 +43,13 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
         lacking, more = set(probe.ids) - set(ids), len(ids) - len(probe.ids)
         cause = Cause.DROPPED if lacking else Cause.REPEATED
         text = f"step 1 is the end of an epoch, {len(probe.ids)} samples; one process trained on {len(ids)}"
-        text += f"; not among them: {_names(sorted(lacking))}" if lacking else f", {more} more than there are left"
+        text += f"; not among them: {listed(sorted(lacking))}" if lacking else f", {more} more than there are left"
         yield _check("one process", Finding(cause, text, step=1))
         return
-    differences = gradients_apart(single.gradients, probe.gradients)
-    bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
-    if bad and probe.random_forward <= 1e-5:
+    causes = {check.finding.cause for check in random if check.finding}
+    if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD}:
         worst = max(bad, key=lambda name: bad[name])
-        what = (
-            f"gradients of one process are not plain PyTorch's in {_names(list(bad))}; {worst}: {_figure(bad[worst])}"
-        )
+        what = f"gradients of one process are not plain PyTorch's in {listed(list(bad))}; {worst}: {figure(bad[worst])}"
         yield _check("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
     elif not bad:
         worst, value = _worst(differences)
@@ -106,9 +57,33 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
             "parity",
             "one process",
             "pass",
-            f"gradients are those of plain PyTorch: largest difference {_figure(value)}{_in(worst)}; rounding explains up "
-            f"to {_figure(noise.gradients.get(worst, noise.floor))}",
+            f"gradients are those of plain PyTorch: largest difference {figure(value)}{within(worst)}; rounding explains up "
+            f"to {figure(noise.gradients.get(worst, noise.floor))}",
         )
+
+
+def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: bool) -> Iterator[Check]:
+    """What makes any comparison idle: data or a forward pass that are others every time, an order that matters."""
+    loud = noise.largest_noise > TOO_LOUD
+    if probe.random_data > RANDOM:
+        text = (
+            f"{probe.unlike} is another when it is read again by the same process, with the same seeds; the gradient moves by "
+            f"{figure(probe.random_data)}"
+        )
+        yield _check("data", Finding(Cause.DATA_CHANGE, text, step=1, amount=probe.random_data))
+    elif (loud or differs) and (finding := read_differently(probe, [record])):
+        yield _check("data", finding)
+    elif probe.random_forward <= RANDOM and loud:
+        text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
+        yield _check("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+    if probe.unlike and probe.random_data <= RANDOM:
+        yield _passed("data", f"not the same when read again, which the gradient does not show: {probe.unlike}", "note")
+    if probe.random_forward > RANDOM:
+        text = (
+            f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed of the "
+            "generators is changed"
+        )
+        yield _check("forward pass", Finding(Cause.RANDOM_FORWARD, text, amount=probe.random_forward))
 
 
 def check_parity(both: Compared) -> list[Check]:
@@ -156,7 +131,7 @@ def _initial(both: Compared) -> Iterator[Check]:
             different = [name for name, digest in record[what].items() if reference.get(name, digest) != digest]
             if different:
                 kind = "weights" if what == "initial" else "buffers"
-                text = f"before the first step, rank {rank} has other {kind} than {both.reference_name}: {_names(different)}"
+                text = f"before the first step, rank {rank} has other {kind} than {both.reference_name}: {listed(different)}"
                 yield _check(f"initial {kind}", Finding(cause, text, different[0], rank, 0))
                 break
         else:
@@ -173,8 +148,8 @@ def _samples(both: Compared) -> Iterator[Check]:
         lacking = sorted(set(expected) - set(mine))
         text = (
             f"step {step}: the ranks together trained on {len(mine)} samples, {both.reference_name} on {len(expected)}"
-            + (f"; twice: {_names(twice)}" if twice else "")
-            + (f"; not at all: {_names(lacking)}" if lacking else "")
+            + (f"; twice: {listed(twice)}" if twice else "")
+            + (f"; not at all: {listed(lacking)}" if lacking else "")
         )
         yield _check("samples", Finding(Cause.SAMPLER, text, step=step))
         return
@@ -199,7 +174,7 @@ def _rates(both: Compared) -> Iterator[Check]:
 
 def _gradients(both: Compared) -> Iterator[Check]:
     differences = gradients_apart(both.run.gradients, both.reference.gradients)
-    bad = {name: value for name, value in differences.items() if value > _limit(both.tolerance.gradients, name, both)}
+    bad = {name: value for name, value in differences.items() if value > both.gradient_limit(name)}
     unequal = _unequal_between_ranks([record["gradient_digests"] for record in both.ranks.records])
     missing = [rank for rank, record in enumerate(both.ranks.records) if not record["gradient_digests"]]
     name = "gradients at step 1"
@@ -214,20 +189,20 @@ def _gradients(both: Compared) -> Iterator[Check]:
             + (
                 "every parameter"
                 if every
-                else f"{len(unequal)} of {len(both.run.gradients)} parameters: {_names(list(unequal))}"
+                else f"{len(unequal)} of {len(both.run.gradients)} parameters: {listed(list(unequal))}"
             )
-            + f"; {_module_of(first)}, and {_figure(differences.get(first, math.nan))} off {both.reference_name}"
+            + f"; {module_of(first)}, and {figure(differences.get(first, math.nan))} off {both.reference_name}"
         )
         cause = Cause.ALL_UNSYNCHRONISED if every else Cause.UNSYNCHRONISED_PARAMETER
         yield _check(name, Finding(cause, text, first, unequal[first], 1, differences.get(first)))
     elif bad:
-        yield _check(name, _why(both, differences, bad))
+        yield _check(name, why(both, differences, bad))
     else:
         worst, value = _worst(differences)
         yield _passed(
             name,
-            f"{len(differences)} parameters: largest relative difference {_figure(value)}{_in(worst)}; rounding explains "
-            f"up to {_figure(_limit(both.tolerance.gradients, worst, both))}",
+            f"{len(differences)} parameters: largest relative difference {figure(value)}{within(worst)}; rounding explains "
+            f"up to {figure(both.gradient_limit(worst))}",
         )
 
 
@@ -239,126 +214,6 @@ def _unequal_between_ranks(digests: Sequence[dict[str, str]]) -> dict[str, int]:
             if digests[0].get(name, digest) != digest:
                 found.setdefault(name, rank)
     return {name: found[name] for name in digests[0] if name in found}
-
-
-def _why(both: Compared, differences: dict[str, float], bad: dict[str, float]) -> Finding:
-    """The gradients that each mistake would have given are known from the probe: which of them are these?"""
-    first = next(iter(bad))
-    text = (
-        f"step 1: {len(bad)} of {len(differences)} gradients differ; first {_module_of(first)}, by {_figure(bad[first])} "
-        f"where rounding explains {_figure(_limit(both.tolerance.gradients, first, both))}"
-    )
-    if both.probe.split_matters_without_batch_norm > SPLIT_MATTERS and not both.split:
-        text += (
-            f". In one process, splitting the same batch into the ranks' micro-batches moves the gradient by "
-            f"{_figure(both.probe.split_matters_without_batch_norm)}"
-        )
-        return Finding(Cause.LOSS_IS_NO_SUM, text, first, step=1, amount=bad[first])
-    near = max(20 * floor_of(both.probe.precision), 1e-4)
-    for cause, story, wrong in _mistakes(both.probe):
-        gap = _distance(both.run.gradients, wrong())
-        if gap < near:
-            return Finding(cause, f"{text}. They are, to {_figure(gap)}, {story}", first, step=1, amount=bad[first])
-    ratio = _common_ratio(both.run.gradients, both.reference.gradients)
-    if ratio is not None:
-        return Finding(
-            Cause.WRONG_SCALING, f"{text}. All are {ratio:.6g} times what they should be", first, step=1, amount=ratio
-        )
-    if len(bad) < len(differences):
-        text += f". The other {len(differences) - len(bad)} are right; wrong are {_names(list(bad))}"
-    return Finding(Cause.GRADIENTS, text, first, step=1, amount=bad[first])
-
-
-def _mistakes(probe: Probe) -> Iterator[tuple[Cause, str, Callable[[], Gradients]]]:
-    """Mistakes that people make, and the gradients of the first batch that each gives."""
-    parts, batching = probe.shares, probe.plan.batching
-    if not parts:
-        return
-    ranks, rounds = batching.world, 1 + max(part.micro for part in parts)
-    per_rank = [sum(part.count for part in parts if part.rank == rank) or 1 for rank in range(ranks)]
-    last = rounds - 1
-
-    def combine(weight: Callable[[Share], float]) -> Callable[[], Gradients]:
-        return lambda: _weighted(parts, [weight(part) for part in parts])
-
-    yield (
-        Cause.SCALED_BY_WORLD,
-        f"1/{ranks} of what they should be, as when the average over {ranks} ranks is not made up for",
-        combine(lambda part: 1 / probe.count / ranks),
-    )
-    yield (
-        Cause.SCALED_BY_WORLD,
-        f"{ranks} times what they should be, as when gradients are added up instead of averaged",
-        combine(lambda part: ranks / probe.count),
-    )
-    yield (
-        Cause.MEAN_OF_MEANS,
-        "the average over ranks of each rank's own mean loss",
-        combine(lambda part: 1 / per_rank[part.rank] / ranks),
-    )
-    yield (
-        Cause.MEAN_OF_MEANS,
-        "the average over micro-batches of each one's own mean loss",
-        combine(lambda part: 1 / max(1, part.count) / ranks / rounds),
-    )
-    yield (
-        Cause.MEAN_OF_MEANS,
-        "the sum over micro-batches, averaged over ranks, of each one's own mean loss",
-        combine(lambda part: 1 / max(1, part.count) / ranks),
-    )
-    yield (
-        Cause.MEAN_OF_MEANS,
-        "the sum over ranks and micro-batches of each one's own mean loss",
-        combine(lambda part: 1 / max(1, part.count)),
-    )
-    if rounds > 1:
-        kept = sum(part.count for part in parts if part.micro != last)
-        for divisor, how in ((probe.count, ""), (kept, ", divided by what is left")):
-            yield (
-                Cause.MICRO_BATCH_LOST,
-                f"those without the last micro-batch of each rank{how}",
-                combine(lambda part, d=divisor: (part.micro != last) / d),  # type: ignore[misc]
-            )
-        begun = sum(part.count for part in parts if part.micro)
-        for divisor in (probe.count, begun or 1):
-            yield (
-                Cause.MICRO_BATCH_LOST,
-                "those without the first micro-batch of each rank",
-                combine(lambda part, d=divisor: (part.micro != 0) / d),  # type: ignore[misc]
-            )
-        yield (
-            Cause.WRONG_SCALING,
-            f"1/{rounds} of what they should be, as when accumulation divides once more",
-            combine(lambda part: 1 / probe.count / rounds),
-        )
-    for rank in range(ranks):
-        for weight, how in ((ranks / probe.count, ""), (1 / per_rank[rank], ", divided by its own count")):
-            yield (
-                Cause.ALL_UNSYNCHRONISED,
-                f"those of rank {rank}'s own samples{how}",
-                combine(lambda part, r=rank, w=weight: w * (part.rank == r)),  # type: ignore[misc]
-            )
-
-
-def _weighted(parts: Sequence[Share], weights: Sequence[float]) -> Gradients:
-    total: Gradients = {}
-    for part, weight in zip(parts, weights, strict=True):
-        for name, each in part.gradients.items():
-            total[name] = total[name] + weight * each if name in total else weight * each
-    return total
-
-
-def _distance(one: Gradients, other: Gradients) -> float:
-    size = float(torch.stack([each.norm() for each in other.values()]).norm())
-    gap = torch.stack([(one[name].float() - each).norm() for name, each in other.items() if name in one]).norm()
-    return float(gap) / size if size else math.inf
-
-
-def _common_ratio(one: Gradients, other: Gradients) -> float | None:
-    """The factor between the two, if it is the same for every parameter that counts."""
-    flat = [torch.cat([each[name].float().flatten() for name in other if name in one]) for each in (one, other)]
-    ratio = float(flat[0] @ flat[1] / (flat[1] @ flat[1]))
-    return ratio if float((flat[0] - ratio * flat[1]).norm()) < 1e-3 * abs(ratio) * float(flat[1].norm()) else None
 
 
 # ---------------------------------------------------------------- norms, losses, weights
@@ -399,44 +254,40 @@ def _curve(
         gap = apart(mine, expected)
         if gap > limit:
             text = (
-                f"step {step}: {name} {mine:.8g}, where {both.reference_name} has {expected:.8g}: {_figure(gap)} apart, "
-                f"rounding explains {_figure(limit)}"
+                f"step {step}: {name} {mine:.8g}, where {both.reference_name} has {expected:.8g}: {figure(gap)} apart, "
+                f"rounding explains {figure(limit)}"
             )
             yield _check(name, Finding(at_first if step == 1 else Cause.DRIFT, text, step=step, amount=gap))
             return
         largest = max(largest, gap)
     yield _passed(
         name,
-        f"{len(ours)} steps{more}: largest relative difference {_figure(largest)}; rounding explains up to {_figure(limit)}",
+        f"{len(ours)} steps{more}: largest relative difference {figure(largest)}; rounding explains up to {figure(limit)}",
     )
 
 
 def _weights(both: Compared) -> Iterator[Check]:
     name = f"weights after {len(both.run.curve.losses)} steps"
     differences = weights_apart(both.run.weights, both.reference.weights, both.start)
-    bad = {key: value for key, value in differences.items() if value > _limit(both.tolerance.weights, key, both)}
+    bad = {key: value for key, value in differences.items() if value > both.weight_limit(key)}
     if bad:
         first = next(iter(bad))
         text = (
             f"after {len(both.run.curve.losses)} steps {len(bad)} of {len(differences)} weights differ; first "
-            f"{_module_of(first)}, by {_figure(bad[first])} of the way it was trained; rounding explains "
-            f"{_figure(_limit(both.tolerance.weights, first, both))}"
+            f"{module_of(first)}, by {figure(bad[first])} of the way it was trained; rounding explains "
+            f"{figure(both.weight_limit(first))}"
         )
         yield _check(name, Finding(Cause.DRIFT, text, first, 0, len(both.run.curve.losses), bad[first]))
         return
     worst, value = _worst(differences)
     yield _passed(
         name,
-        f"{len(differences)} parameters: largest difference {_figure(value)} of the way trained{_in(worst)}; rounding "
-        f"explains up to {_figure(_limit(both.tolerance.weights, worst, both))}",
+        f"{len(differences)} parameters: largest difference {figure(value)} of the way trained{within(worst)}; rounding "
+        f"explains up to {figure(both.weight_limit(worst))}",
     )
 
 
 # ---------------------------------------------------------------- words
-
-
-def _limit(limits: dict[str, float], name: str, both: Compared) -> float:
-    return limits.get(name, both.tolerance.floor)
 
 
 def _check(name: str, finding: Finding) -> Check:
@@ -450,21 +301,3 @@ def _passed(name: str, detail: str, verdict: Verdict = "pass") -> Check:
 def _worst(differences: dict[str, float]) -> tuple[str, float]:
     name = max(differences, key=lambda each: differences[each], default="")
     return name, differences.get(name, 0.0)
-
-
-def _in(name: str) -> str:
-    return f" in {name}" if name else ""
-
-
-def _module_of(parameter: str) -> str:
-    module, _, leaf = parameter.rpartition(".")
-    return f"module {module}, parameter {leaf} ({parameter})" if module else f"parameter {leaf}"
-
-
-def _names(names: Sequence[Any]) -> str:
-    shown = ", ".join(str(name) for name in names[:4])
-    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _figure(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"

@@ -7,6 +7,7 @@ Nothing here goes through the engine: the model is built by the task, the loss d
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +18,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.config import Batching, Config
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Reader, shares
-from shardwise.data.loader import Work
+from shardwise.data.loader import Work, _map_tensors
 from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
 from shardwise.engine.session import Session
 from shardwise.tasks import Task
+from shardwise.verify.contents import contents_of, first_difference
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.job import Job, Plan, as_asked, batching_of
-from shardwise.verify.recorder import Window, canonical, digests, tied_names
+from shardwise.verify.names import canonical, tied_names
+from shardwise.verify.recorder import Window, digests
 
 Gradients = dict[str, Tensor]
 SPLIT_MATTERS = 1e-4
 """A gradient that moves by more, computed in micro-batches instead of at once, does not do so by rounding."""
+RANDOM = 1e-5
+"""A gradient that moves by more, computed again on the same weights and samples, is not a function of them."""
+MOST_BUFFERS = 16
+"""Buffers that are looked at one by one."""
 MOST_ELEMENTS = 100_000_000
 """Gradients of single micro-batches are kept up to this many numbers in all."""
 
@@ -66,8 +73,16 @@ class Probe:
     without_gradient: list[str]
     may_lack_gradients: bool
     batch_norm: bool
+    inputs: dict[tuple[int, ...], dict[str, str]]
+    """What these samples are, put together, by fingerprints: the whole batch, and the micro-batches of the ranks."""
+    unlike: str
+    """Where the same samples, read again, are other ones; empty where they are not."""
+    random_data: float
+    """How far the gradient moves when the batch is read again."""
     random_forward: float
-    """How far the loss moves when nothing but the seed is changed."""
+    """How far the gradient moves when nothing but the seed is changed, on a batch that is read once."""
+    buffers_in_gradient: list[str]
+    """Buffers that a training forward changes and that the gradient depends on."""
     split_matters: float
     """How far the gradient moves when the batch is computed in micro-batches."""
     split_matters_without_batch_norm: float
@@ -105,6 +120,7 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
     trainable = [canonical(name) for name, each in model.named_parameters() if each.requires_grad]
     plain = _Batch(session, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
     split = plain.split_matters(ids, [part for _, _, part in pieces])
+    unlike, random_data = first.read_again(ids)
     return Probe(
         plan=Plan(batching, job.steps, window, start, clip),
         precision=config.training.precision,
@@ -128,7 +144,13 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
         without_gradient=[name for name in trainable if name not in gradients],
         may_lack_gradients=config.training.ddp.find_unused_parameters,
         batch_norm=has_batch_norm,
+        inputs={
+            tuple(part.tolist()): contents_of(first.read(part)) for part in (ids, *(each for _, _, each in pieces))
+        },
+        unlike=unlike,
+        random_data=random_data,
         random_forward=first.randomness(ids),
+        buffers_in_gradient=plain.buffers_in_gradient(ids, whole.changed),
         split_matters=split,
         split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
         if has_batch_norm and split > SPLIT_MATTERS
@@ -178,6 +200,8 @@ class _Found:
     loss: float
     count: int
     gradients: Gradients
+    changed: list[str]
+    """Buffers that the forward pass changed. They are put back."""
 
 
 class _Batch:
@@ -191,8 +215,6 @@ class _Batch:
         self.reader = Reader(session.train_data, self.task.collate, self.task.count, session.config.seed)
 
     def read(self, ids: Indices) -> Any:
-        from shardwise.data.loader import _map_tensors
-
         loaded = self.reader.read(Work(ids, (len(ids),), 0))
         inputs = loaded.inputs
         if isinstance(self.reader.samples, BatchedSamples):
@@ -201,9 +223,16 @@ class _Batch:
             [inputs] = inputs
         return _map_tensors(inputs, lambda tensor: tensor.to(self.session.world.device))
 
-    def gradient(self, ids: Indices, seed: int = 0) -> _Found:
-        inputs = self.read(ids)
+    def gradient(self, ids: Indices, seed: int = 0, *, inputs: Any = None, moved: Sequence[str] = ()) -> _Found:
+        """`inputs`: the batch, where it has been read already. `moved`: buffers that have another value meanwhile."""
+        inputs = self.read(ids) if inputs is None else _map_tensors(inputs, Tensor.clone)
         self.model.zero_grad(set_to_none=True)
+        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(0)
+            for name in moved:  # unevenly: a norm may take away what is the same everywhere
+                buffer = self.model.get_buffer(name)
+                buffer.mul_(1.1).add_(0.1 * torch.rand(buffer.shape, generator=generator).to(buffer))
         seed_everything(self.session.config.seed, Purpose.STEP, seed, 0)
         with self.precision.autocast():
             loss = self.task.loss(self.model, inputs)
@@ -214,11 +243,50 @@ class _Batch:
         gradients = {
             canonical(name): each.grad.detach().float().cpu() * count for name, each in named if each.grad is not None
         }
-        return _Found(float(loss.sum.detach()), count, gradients)
+        return _Found(float(loss.sum.detach()), count, gradients, self._put_back(before))
+
+    def _put_back(self, before: dict[str, Tensor]) -> list[str]:
+        changed = []
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if name in before and before[name].shape == buffer.shape and not torch.equal(before[name], buffer):
+                    buffer.copy_(before[name])
+                    changed.append(name)
+        return changed
+
+    def read_again(self, ids: Indices) -> tuple[str, float]:
+        """Where samples are not the same when they are read twice, and how far that moves the gradient."""
+        once, twice = self.read(ids), self.read(ids)
+        place = first_difference(contents_of(once), contents_of(twice))
+        if place is None:
+            return "", 0.0
+        gap = _apart(self.gradient(ids, inputs=once).gradients, self.gradient(ids, inputs=twice).gradients)
+        for index in ids[:100]:
+            alone = ids[ids == index][:1]
+            if found := first_difference(contents_of(self.read(alone)), contents_of(self.read(alone))):
+                return f"sample {index}: {found}", gap
+        return f"the batch of samples {ids[0]}, {ids[-1]} and others, though each alone is the same: {place}", gap
 
     def randomness(self, ids: Indices) -> float:
-        first, second = self.gradient(ids, seed=1), self.gradient(ids, seed=2)
+        inputs = self.read(ids)
+        first, second = (self.gradient(ids, seed, inputs=inputs) for seed in (1, 2))
         return _apart(first.gradients, second.gradients)
+
+    def buffers_in_gradient(self, ids: Indices, names: Sequence[str]) -> list[str]:
+        """Of buffers that change in training, those that decide about the gradient: running statistics do not."""
+        names = [name for name in names if self.model.get_buffer(name).is_floating_point()]
+        if not names:
+            return []
+        inputs = self.read(ids)
+        expected = self.gradient(ids, inputs=inputs).gradients
+
+        def matter(moved: Sequence[str]) -> bool:
+            gap = _apart(self.gradient(ids, inputs=inputs, moved=moved).gradients, expected)
+            return not gap <= RANDOM  # NaN, too
+
+        if not matter(names):
+            return []
+        return [canonical(name) for name in names[:MOST_BUFFERS] if matter([name])] or [canonical(names[0])]
 
     def split_matters(self, ids: Indices, parts: list[Indices]) -> float:
         whole = self.gradient(ids).gradients

@@ -125,8 +125,9 @@ class _Proof:
 
     def run(self, folder: Path, against: Path | None) -> Report:
         from shardwise.verify.agreement import check_agreement
+        from shardwise.verify.compared import run_of
         from shardwise.verify.measure import Tolerance, is_narrow, same_at_first
-        from shardwise.verify.parity import check_single, run_of
+        from shardwise.verify.parity import check_single
         from shardwise.verify.probe import Probe
 
         probe_job = self._job("the probe", folder, "probe", 1, spread="whole")
@@ -187,7 +188,7 @@ class _Proof:
             report.checks += self._resume(runs, ranks, killed, probe, tolerance, start, save_at, kill_at)
         for name in (ranks.name, *([str(against)] if against else [])):
             if runs[name].fine:
-                report.checks += check_agreement(runs[name])
+                report.checks += check_agreement(runs[name], probe)
         report.seconds = time.monotonic() - self.began
         return report
 
@@ -236,12 +237,13 @@ class _Proof:
     def _parity(
         self, probe: Any, runs: dict[str, Outcome], name: str, tolerance: Any, against: Path | None
     ) -> list[Check]:
-        from shardwise.verify.parity import Compared, check_parity, run_of
+        from shardwise.verify.compared import Compared, run_of
+        from shardwise.verify.parity import check_parity
         from shardwise.verify.trouble import trouble_of
 
         for group in (name, *([str(against)] if against else [])):
             if not runs[group].fine:
-                finding = trouble_of(runs[group])
+                finding = trouble_of(runs[group], trains_alone=not probe.without_gradient)
                 return [Check("parity", group, "FAIL", finding.what, finding)]
         checks = []
         reference, called = ("split", "one process") if probe.by_batch_norm else ("one process", "one process")
@@ -290,7 +292,7 @@ class _Proof:
         from shardwise.verify.resume import check_other_ranks, check_resume
 
         left = killed.folder / "run"
-        fewer = self.ranks // 2 if self.ranks >= 4 else 1
+        fewer = self._fewer(ranks)
         same = replace(
             ranks,
             name="resumed ranks",
@@ -321,6 +323,16 @@ class _Proof:
                 check_other_ranks(runs[ranks.name], runs[other.name], tolerance, start, save_at, split_matters=moved)
             )
         return checks
+
+    def _fewer(self, ranks: Job) -> int:
+        """Half of the ranks, where the strategy can do with so few; else one process."""
+        half = self.ranks // 2
+        try:
+            return (
+                half if self.ranks >= 4 and (not self.config or batching_of(as_asked(self.config, ranks), half)) else 1
+            )
+        except ConfigError:  # tensor.size, pipeline.stages or shard_size may ask for all of them
+            return 1
 
     # ---------------------------------------------------------------- words
 

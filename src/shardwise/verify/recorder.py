@@ -31,9 +31,12 @@ from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
+from shardwise.verify.contents import contents_of
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.job import Job, config_for
 from shardwise.verify.measure import rounding_of
+from shardwise.verify.names import canonical, tied_names
+from shardwise.verify.own_gradients import OwnGradients
 
 data_loader: Any = loader
 """Its function `shares` is replaced where one process computes the micro-batches of the ranks."""
@@ -53,7 +56,15 @@ class Recorder:
         self.session: Session | None = None
         self.asked: Config | None = None
         """The config as the user wrote it."""
-        self.record: dict[str, Any] = {"gradients": {}, "gradient_digests": {}, "snapshots": {}}
+        self.record: dict[str, Any] = {
+            "gradients": {},
+            "gradient_digests": {},
+            "own_gradients": {},
+            "inputs": {},
+            "buffers": {},
+            "snapshots": {},
+        }
+        self._own_gradients: OwnGradients | None = None
         self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
         self._resuming = False
         self._done = False
@@ -92,6 +103,8 @@ class Recorder:
             recorder.tell(phase=f"in step {session.steps_done + 1}", step=session.steps_done + 1)
             if recorder.job.reorder is not None:
                 recorder.change_last_digits(session)
+            if session.steps_done == 0:
+                recorder.look_at(batch)
             with recorder.first_step_unclipped(session):
                 result = before["step"](session, batch)
             recorder.stepped(session, batch, result)
@@ -177,6 +190,8 @@ class Recorder:
             "trainable": [canonical(name) for name, each in module.named_parameters() if each.requires_grad],
             "constants": digests(self._whole(_constants(module))),
         }
+        if self.job.watched and sum(each.numel() for each in module.parameters()) <= WHOLE_ON_EVERY_RANK:
+            self._own_gradients = OwnGradients(module)
         self.tell(phase="prepared")
 
     def before_first_batch(self, session: Session) -> None:
@@ -200,6 +215,10 @@ class Recorder:
             session.resume("latest")
 
     # ---------------------------------------------------------------- steps
+
+    def look_at(self, batch: StepBatch) -> None:
+        """What the first step trains on, by samples: to be compared with what another process read."""
+        self.record["inputs"] = {tuple(micro.request.ids.tolist()): contents_of(micro.inputs) for micro in batch.micro}
 
     @contextmanager
     def first_step_unclipped(self, session: Session) -> Iterator[None]:
@@ -235,6 +254,8 @@ class Recorder:
             grads = self._whole((name, each.grad) for name, each in named if each.grad is not None)
             self.record["gradients"] = self._kept(grads)
             self.record["gradient_digests"] = digests(grads)
+            if self._own_gradients is not None:
+                self.record["own_gradients"] = self._own_gradients.stop(session.parts.scaler.get_scale())
 
     def stepped(self, session: Session, batch: StepBatch, result: StepResult) -> None:
         self.tell(
@@ -250,6 +271,8 @@ class Recorder:
             stopped=result.stopped,
             epoch=batch.epoch,
         )
+        if session.steps_done == 1:  # the ranks have different samples in it, and nobody has saved yet
+            self.record["buffers"] = digests(_locals(session.parts.spread.module.named_buffers()))
         if session.steps_done == self.job.save_at and not result.stopped:
             session.save()
             session.wait()
@@ -324,21 +347,6 @@ class Window(GlobalOrder):
         if self.reorder is None:
             return ids
         return np.random.default_rng([self.reorder, epoch, begin]).permutation(ids)
-
-
-def canonical(name: str) -> str:
-    """The name in the model as it was built, whatever was wrapped around its parts."""
-    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
-def tied_names(module: nn.Module) -> list[list[str]]:
-    """Groups of names that are one and the same parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(canonical(name))
-    return sorted(sorted(names) for names in groups.values() if len(names) > 1)
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:

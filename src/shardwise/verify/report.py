@@ -20,6 +20,7 @@ _CONSEQUENCES = {
     Cause.DRIFT,
     Cause.NOT_DETERMINISTIC,
     Cause.WEIGHTS_NOT_RESTORED,
+    Cause.OTHER_RANKS,
 }
 
 

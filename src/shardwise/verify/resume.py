@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.verify.causes import Cause
+from shardwise.verify.compared import run_of
 from shardwise.verify.measure import Tolerance, apart, weights_apart
-from shardwise.verify.parity import run_of
 from shardwise.verify.processes import Outcome
 from shardwise.verify.report import Check, Finding
 from shardwise.verify.trouble import trouble_of

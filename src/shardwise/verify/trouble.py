@@ -10,10 +10,12 @@ from shardwise.verify.processes import Outcome, RankOutcome
 from shardwise.verify.report import Finding
 
 _MISMATCH = ("Detected mismatch between collectives", "monitoredBarrier", "Collectives differ", "op.preamble.length")
+_OF_FSDP = ("ALLGATHER_BASE", "REDUCE_SCATTER_BASE")
+_NO_GRADIENT = "got no gradient"
 
 
-def trouble_of(outcome: Outcome) -> Finding:
-    """The most telling of what its ranks left behind."""
+def trouble_of(outcome: Outcome, *, trains_alone: bool = False) -> Finding:
+    """The most telling of what its ranks left behind. `trains_alone`: in one process every parameter has a gradient."""
     name = outcome.job.name
     hung = [rank for rank in outcome.ranks if rank.exit_code is None]
     errors = [rank.error for rank in outcome.ranks if rank.error]
@@ -22,8 +24,15 @@ def trouble_of(outcome: Outcome) -> Finding:
     if first is not None and not first.peer_lost and first is not mismatched and not _mismatch(first):
         words = first.message if first.for_user else _last_lines(first)
         text = f"{name}: rank {first.rank} failed {_where(outcome.ranks[first.rank])}: {words}"
-        cause = Cause.DETACHED_PARAMETER if "got no gradient" in first.message else Cause.RANK_FAILED
-        return Finding(cause, text, rank=first.rank)
+        if _NO_GRADIENT not in first.message:
+            return Finding(Cause.RANK_FAILED, text, rank=first.rank)
+        same = [error.rank for error in errors if _NO_GRADIENT in error.message]
+        if trains_alone and len(same) < len(outcome.ranks):
+            text += (
+                f"\nOnly rank {', '.join(map(str, same))} found none; in one process every parameter gets a gradient"
+            )
+            return Finding(Cause.ONE_SIDED_PARAMETER, text, rank=first.rank, step=1)
+        return Finding(Cause.DETACHED_PARAMETER, text, rank=first.rank)
     left = [rank for rank in outcome.ranks if rank.exit_code == 0]
     others = [rank for rank in outcome.ranks if rank.exit_code != 0]
     if left and others:
@@ -37,6 +46,11 @@ def trouble_of(outcome: Outcome) -> Finding:
     if mismatched is not None:
         rank = outcome.ranks[mismatched.rank]
         text = f"{name}: rank {rank.rank}, {_where(rank)}: {_shortened(mismatched.message)}"
+        if any(call in mismatched.message for call in _OF_FSDP):
+            text += (
+                ".\nfsdp gathers a block whenever it runs and reduces the gradients of what it used: probably the ranks did "
+                "not run the same blocks, or not with the same parameters"
+            )
         return Finding(Cause.COLLECTIVE_MISMATCH, text, rank=rank.rank, step=len(rank.steps) + 1)
     if hung:
         text = "; ".join(f"rank {rank.rank} {_where(rank)}{_stack(rank)}" for rank in hung)

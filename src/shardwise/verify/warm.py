@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 
@@ -20,6 +21,9 @@ torch.set_num_threads(1)
 # The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13). A step here would ask the GPU
 # whether it is capturing a graph (torch 2.11), and then no rank forked from here could use it.
 importlib.import_module("torch._dynamo")
+
+# So does the first save of a tensor, in tenths of a second.
+torch.save(torch.zeros(1), io.BytesIO())
 
 # So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
 # once, on no device. Whatever is wrong with it, its rank will say so.

@@ -1,0 +1,54 @@
+"""What a comparison rests on: the runs of the ranks and of the reference, and how far rounding may bring them apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.verify.measure import Curve, Run, Tolerance
+from shardwise.verify.probe import Probe
+from shardwise.verify.processes import Outcome
+
+
+@dataclass
+class Compared:
+    """All that the comparison rests on."""
+
+    probe: Probe
+    ranks: Outcome
+    run: Run
+    """Of the ranks, put together."""
+    reference: Run
+    """One process, or the other config."""
+    start: dict[str, Tensor]
+    """The weights before the first step, of the reference."""
+    reference_record: dict[str, Any]
+    tolerance: Tolerance
+    split: bool
+    """The reference computes the same micro-batches as the ranks, because splitting changes this model."""
+    reference_name: str = "one process"
+
+    def gradient_limit(self, name: str) -> float:
+        """What rounding explains."""
+        return self.tolerance.gradients.get(name, self.tolerance.floor)
+
+    def weight_limit(self, name: str) -> float:
+        return self.tolerance.weights.get(name, self.tolerance.floor)
+
+
+def run_of(outcome: Outcome) -> Run:
+    """Parameters that only some ranks hold are taken from those."""
+    gradients: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    for record in reversed(outcome.records):
+        gradients |= record["gradients"]
+        weights |= record["weights"]
+    names = list(dict.fromkeys(name for record in outcome.records for name in record["initial"]))
+    return Run(
+        outcome.job.name,
+        Curve.of([rank.steps for rank in outcome.ranks]),
+        {name: gradients[name] for name in names if name in gradients},
+        {name: weights[name] for name in names if name in weights},
+    )

@@ -1,0 +1,45 @@
+"""Fingerprints of the arrays in a sample or a batch, by their place there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def contents_of(value: Any, fewest_bytes: int = 1) -> dict[str, str]:
+    """`fewest_bytes`: what is shorter is left out."""
+    found: dict[str, str] = {}
+    _walk(value, "", found, fewest_bytes)
+    return found
+
+
+def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The place of it, in words."""
+    place = next((place for place in [*one, *other] if one.get(place) != other.get(place)), None)
+    return None if place is None else (place.removeprefix(".") or "the tensor itself")
+
+
+def _walk(value: Any, place: str, found: dict[str, str], fewest: int) -> None:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        if value.nbytes >= fewest:
+            found[place] = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()
+    elif isinstance(value, str | bytes):
+        if len(value) >= fewest:
+            found[place] = str(value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _walk(item, f"{place}.{key}", found, fewest)
+    elif isinstance(value, Sequence):
+        if len(value) >= fewest and all(isinstance(item, int | float) for item in value):
+            found[place] = repr(value)
+            return
+        for number, item in enumerate(value):
+            _walk(item, f"{place}.{number}", found, fewest)
+    elif hasattr(value, "__dict__"):
+        _walk(vars(value), place, found, fewest)

@@ -1,0 +1,20 @@
+"""Parameters have one name in every run, whatever was wrapped around the model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def canonical(name: str) -> str:
+    """The name in the model as it was built, whatever was wrapped around its parts."""
+    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Groups of names that are one and the same parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(canonical(name))
+    return sorted(sorted(names) for names in groups.values() if len(names) > 1)
