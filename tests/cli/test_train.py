@@ -50,7 +50,7 @@ def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(t
         killed = tmp_path / f"killed-{step}"
         killed.mkdir()
         write(killed, "Deadly", epochs=2)
-        died = shardwise(killed, "train", "ragged.yaml", KILL_AT=f"{rank}:{step}")
+        died = shardwise(killed, "train", "ragged.yaml", "--max-restarts", "0", KILL_AT=f"{rank}:{step}")
         assert died.returncode == 2
         assert f"error: rank {rank} was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
         assert "Traceback" not in died.stderr

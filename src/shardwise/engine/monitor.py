@@ -72,8 +72,9 @@ class Monitor:
             f"on {devices}, strategy {session.strategy}, precision {session.config.training.precision}"
         )
         self.console.say(
-            f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices = "
-            f"{batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, {session.total_steps} in all; "
+            f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices "
+            f"{'=' if batching.divides else '→'} {batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, "
+            f"{session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
         self._mind_the_batch_norm()
@@ -273,6 +274,7 @@ class Monitor:
                 "per_device": batching.batch_size,
                 "accumulation": batching.accumulation,
                 "global": batching.global_batch,
+                "chosen_for": session.batch_world,
             },
             "total_steps": session.total_steps,
             "mfu": {"formula": formula, "peak_flops": self.rates.peak, "peak": "dense bf16, all devices"},
