@@ -134,6 +134,11 @@ class Agent(LocalElasticAgent):
         elastic = self._rdzv_handler.settings.max_nodes > 1  # type: ignore[attr-defined]
         return elastic and self.asked is None and set(result.return_values.values()) == {AGAIN}
 
+    def _exit_barrier(self) -> None:
+        """Machines end together; one that was asked to leave does not wait for those that go on without it."""
+        if self.asked is None:
+            super()._exit_barrier()
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Machines have joined or left: the ranks save and leave, as long as that takes; those that do nothing are ended."""
         if self._pids():

@@ -227,9 +227,9 @@ def _of(phase: int, step: int) -> str:
 
 
 def _on_a_mismatch(groups: list[tuple[str, list[Sighting]]]) -> Verdict:
-    """The ranks took different branches. Fewer of them are taken for the odd ones; among equals, those further ahead."""
-    size = min(len(group) for _, group in groups)
-    odd = [group for _, group in groups if len(group) == size][-1]
+    """The ranks took different branches. The odd ones are the fewest; of equally many, those who called from the user's code;
+    else those further ahead."""
+    odd = max((group for _, group in reversed(groups)), key=lambda group: (-len(group), _calls_itself(group[0])))
     said = []
     for name, group in groups:
         place = group[0].stack.innermost_own
@@ -243,6 +243,11 @@ def _on_a_mismatch(groups: list[tuple[str, list[Sighting]]]) -> Verdict:
         f"{'is' if len(names) == 1 else 'are'} not in {behind}, where the others are: all ranks must take the same branch"
     )
     return Verdict(Kind.MISMATCH, sentence, tuple(names), _step(odd[0]))
+
+
+def _calls_itself(each: Sighting) -> bool:
+    place = each.stack.innermost_own
+    return place is not None and place.is_users
 
 
 def _wait(group: list[Sighting]) -> str:
