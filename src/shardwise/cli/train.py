@@ -191,9 +191,11 @@ def _check_before_start(config: Config) -> None:
 
 
 def duration(text: str) -> float:
-    """1h50m, 90s, 2h, 1:50:00, 90 (seconds)."""
+    """1h50m, 90s, 2h, 1:50:00; a number alone is seconds."""
+    if text.isdecimal():
+        return float(text)
     clock = re.fullmatch(r"(?:(\d+):)?(\d+):(\d{2})", text)
-    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text)
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", text)
     match = clock or units
     if match is None or not any(match.groups()):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write 1h50m, 90s, 2h or 1:50:00")
