@@ -69,7 +69,8 @@ def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path:
     command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "shardwise", "train", "ragged.yaml"]
     assert shardwise(whole, "train", "ragged.yaml").returncode == 0
-    done = run_program(command, torn, FAULTS="hang:1:4")
+    # With the store that torchrun shares by default, a restarted rank may dial a dead one (torch 2.13).
+    done = run_program(command, torn, FAULTS="hang:1:4", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stderr
     assert "verdict: rank 1 is in the computation of step 4 (tests/tasks.py:" in done.stderr
     assert curve(torn) == curve(whole)
@@ -116,35 +117,50 @@ def launcher(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
 
 
 def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(tmp_path: Path) -> None:
-    """Two launchers as two machines, one rank each: one is killed, comes back, and leaves by a signal."""
-    whole, parts = write(tmp_path / "whole", "Slow"), write(tmp_path / "parts", "Slow")
-    steps = ["--set", "training.max_epochs=50", "--set", "training.max_steps=60", "--set", "data.samples=200"]
-    constant = ["--set", "training.scheduler={name: constant}"]
+    """Two launchers as two machines, one rank each: one joins, leaves by a signal, joins again, and is killed."""
+    whole, parts = write(tmp_path / "whole", "Ragged"), write(tmp_path / "parts", "Slow")
+    same = [
+        "--set",
+        "training.scheduler={name: constant}",
+        "--set",
+        "training.max_epochs=99",
+        "--set",
+        "training.num_gpus=1",
+    ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = ["--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}", "--set", "training.num_gpus=1", *steps, *constant]
+    meeting = ["--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}", *same]
+    alone, both = (
+        "batch 3 per device × 1 accumulation × 1 devices = 3",
+        "batch 3 per device × 1 accumulation × 2 devices → 3",
+    )
     with launcher(parts, *meeting, "--node-host") as (host, host_says):
+        host_says(alone)
         with launcher(parts, *meeting) as (guest, _):
-            host_says("batch 3 per device × 1 accumulation × 2 devices = 6 per step")
-            host_says(" step  3/")
-            family = psutil.Process(guest.pid).children(recursive=True)
-            guest.kill()
-            host_says("rank 0 lost the connection to rank 1, whose machine or link is gone")
-            host_says("1 devices now, 2 when the run began: accumulation 2, the global batch stays 6")
-            _, alive = psutil.wait_procs(family, timeout=10)
-            assert not alive
-        with launcher(parts, *meeting) as (guest, _):
-            host_says("batch 3 per device × 1 accumulation × 2 devices = 6 per step")
+            host_says("2 devices now, 1 when the run began: accumulation 1, the global batch stays 3")
+            host_says(both)
             host_says("checkpoint runs/ragged/checkpoints/step")
             guest.terminate()
             assert guest.wait(timeout=60) == 75
-            host_says("other machines have left or joined")
-        host_says("done: 60 steps")
-        assert host.wait(timeout=60) == 0
-    assert shardwise(whole, "train", "ragged.yaml", *steps, *constant).returncode == 0
-    a, b = curve(whole), curve(parts)
-    assert [step for step, *_ in a] == [step for step, *_ in b] == list(range(1, 61))
+        host_says("other machines have left or joined")
+        host_says(alone)
+        with launcher(parts, *meeting) as (guest, _):
+            host_says(both)
+            host_says("checkpoint runs/ragged/checkpoints/step")
+            family = psutil.Process(guest.pid).children(recursive=True)
+            guest.kill()
+            host_says("rank 0 lost the connection to rank 1, whose machine or link is gone")
+            _, alive = psutil.wait_procs(family, timeout=10)
+            assert not alive
+        host_says(alone)
+        host_says("checkpoint runs/ragged/checkpoints/step")
+        host.terminate()
+        assert host.wait(timeout=60) == 75
+    b = curve(parts)
+    assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
+    a = curve(whole)
+    assert [step for step, *_ in a] == [step for step, *_ in b]
     assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
 
 
