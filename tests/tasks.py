@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardwise.config import Block, Config, DataBlock, parse_config
 from shardwise.errors import DataError
+from shardwise.launch.environment import attempt
 from shardwise.tasks import Loss, Rows, Task
 
 
@@ -115,6 +116,26 @@ class Deadly(Ragged):
         where = os.environ.get("KILL_AT")
         if where and where == f"{os.environ.get('RANK', '0')}:{Deadly.forwards}":
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
+
+
+class Faulty(Ragged):
+    """One fault per attempt, as the environment lists them: kind:rank:forward pass, separated by commas."""
+
+    forwards = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        Faulty.forwards += model.training
+        faults = os.environ.get("FAULTS", "").split(",")
+        fault = faults[attempt()] if attempt() < len(faults) else ""
+        kind, _, when = fault.partition(":")
+        if model.training and when == f"{os.environ.get('RANK', '0')}:{Faulty.forwards}":
+            print(f"fault: {kind}", flush=True)
+            if kind == "hang":
+                time.sleep(3600)
+            if kind == "raise":
+                raise OSError("a passing trouble")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "crash": signal.SIGSEGV}[kind])
         return super().loss(model, batch)
 
 

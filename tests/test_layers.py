@@ -38,10 +38,10 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"data", "parallel", "tasks"},
     "watch": set(),
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
-    "launch": set(),
+    "launch": {"watch"},
     "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
-    "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch"},
+    "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch", "watch"},
     "cli": EVERYTHING,
 }
 

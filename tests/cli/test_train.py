@@ -50,7 +50,7 @@ def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(t
         killed = tmp_path / f"killed-{step}"
         killed.mkdir()
         write(killed, "Deadly", epochs=2)
-        died = shardwise(killed, "train", "ragged.yaml", KILL_AT=f"{rank}:{step}")
+        died = shardwise(killed, "train", "ragged.yaml", "--max-restarts", "0", KILL_AT=f"{rank}:{step}")
         assert died.returncode == 2
         assert f"error: rank {rank} was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
         assert "Traceback" not in died.stderr
@@ -67,6 +67,8 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_the_one_shown(tmp_pa
     done = shardwise(tmp_path, "train", "ragged.yaml")
     assert done.returncode == 2
     assert "error: rank 1 failed:" in done.stderr and "ValueError: the cause" in done.stderr
+    assert "restart 1 of 3" in done.stderr and "restart 2" not in done.stderr, "the same again would come to the same"
+    assert "the same error as before the restart: not started again" in done.stderr
     assert "Connection closed by peer" not in done.stderr
     assert done.stderr.count("Traceback") == 1
 
@@ -112,15 +114,23 @@ def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
         process.wait()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "number", "code"), [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 75)]
+)
+def test_a_signal_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(
+    tmp_path: Path, ranks: int, number: int, code: int
+) -> None:
+    """75 says: run me again."""
     write(tmp_path, "Slow", epochs=50)
     with running(tmp_path, "train", "ragged.yaml", "--set", f"training.num_gpus={ranks}") as (process, wait_for):
         wait_for(" 3/")
         family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # a terminal sends it to every process of the group
+        else:
+            process.send_signal(number)  # a scheduler sends it to the launcher alone
         wait_for("Go on with:  shardwise train ragged.yaml")
-        assert process.wait(timeout=30) == 130
+        assert process.wait(timeout=30) == code
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive
     done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "latest", "--set", "training.max_epochs=1", "--set",

@@ -123,7 +123,7 @@ def _comparable(file: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in measured} for line in lines(file)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(ranks: RankPool, tmp_path: Path, number: int) -> None:
     outcomes = ranks.run(2, functools.partial(_fit_with_signal, number), CONFIG, DDP, str(tmp_path))
     assert [(outcome["stopped"], outcome["steps"]) for outcome in outcomes] == [(True, 5)] * 2
@@ -146,6 +146,109 @@ def _fit_with_signal(number: int, text: str, overrides: list[str], folder: str) 
         return work.run_fit(text, overrides, folder)
     finally:
         fit_module.Session.step = original  # type: ignore[method-assign]
+
+
+def _signalled(where: str, at: int) -> Any:
+    """Sends rank 1 a SIGUSR1 at the n-th call of something."""
+    import importlib
+
+    module, _, name = where.rpartition(".")
+    owner = getattr(importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2])
+    original, calls = getattr(owner, name), 0
+
+    def signalled(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(*args, **options)
+
+    setattr(owner, name, signalled)
+    return lambda: setattr(owner, name, original)
+
+
+def _fit_signalled(where: str, at: int, text: str, overrides: list[str], folder: str) -> dict[str, Any]:
+    undo = _signalled(where, at)
+    try:
+        return work.run_fit(text, overrides, folder)
+    finally:
+        undo()
+
+
+EVALUATES = [*DDP, "training.max_epochs=1", "training.eval_every_n_steps=3", "training.checkpoint_every_n_steps=3",
+             "training.batch_size=2", "training.gradient_accumulation=2"]  # fmt: skip
+
+
+def test_a_signal_in_an_evaluation_gives_it_up_and_the_run_makes_up_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    """Of the run's second evaluation, of which each has three batches on two ranks; and of the last one."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    steps = fit(ranks, whole, EVALUATES)["steps"]
+    for at, stopped_at in ((5, 3), (14, steps)):
+        parts = tmp_path / str(at)
+        parts.mkdir()
+        job = functools.partial(_fit_signalled, "tests.tasks.Ragged.evaluate", at)
+        outcomes = ranks.run(2, job, CONFIG, EVALUATES, str(parts))
+        assert [(each["stopped"], each["steps"]) for each in outcomes] == [(True, stopped_at)] * 2
+        run = parts / "runs" / "ragged"
+        assert (run / "checkpoints" / f"step-{stopped_at:08d}").is_dir()
+        assert [line["step"] for line in lines(run / "metrics.jsonl") if "eval" in line][-1] < stopped_at
+        assert not fit(ranks, parts, EVALUATES, resume="auto")["stopped"]
+        a, b = (_comparable(each / "runs" / "ragged" / "metrics.jsonl") for each in (whole, parts))
+        assert a == b
+        kept = [
+            sorted(path.name for path in (each / "runs" / "ragged" / "checkpoints").iterdir())
+            for each in (whole, parts)
+        ]
+        assert kept[0] == kept[1]
+
+
+def test_a_signal_while_a_checkpoint_is_written_lets_it_be_finished(ranks: RankPool, tmp_path: Path) -> None:
+    job = functools.partial(_fit_signalled, "shardwise.engine.session.Session.save", 1)
+    outcomes = ranks.run(2, job, CONFIG, [*DDP, "training.checkpoint_every_n_steps=2"], str(tmp_path))
+    assert [(each["stopped"], each["steps"]) for each in outcomes] == [(True, 2)] * 2
+    names = {path.name for path in (tmp_path / "runs" / "ragged" / "checkpoints").iterdir()}
+    assert names == {"step-00000002"}
+
+
+def test_a_signal_before_the_first_step_leaves_at_once_and_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="Stopped"):
+        ranks.run(1, _fit_signalled_alone, CONFIG, ["training.strategy=single"], str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _fit_signalled_alone(text: str, overrides: list[str], folder: str) -> None:
+    original = Ragged.valid_data
+
+    def signalled(self: Ragged) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return original(self)
+
+    Ragged.valid_data = signalled  # type: ignore[method-assign]
+    try:
+        work.run_fit(text, overrides, folder)
+    finally:
+        Ragged.valid_data = original  # type: ignore[method-assign]
+
+
+def test_with_another_number_of_ranks_the_run_keeps_its_global_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """Four ranks, three (which do not divide it), one, and four again: the curve is that of four all along."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir(), parts.mkdir()
+    every = [*DDP, "training.batch_size=2", "training.max_epochs=2", "training.log_every_n_steps=1"]
+    said = []
+    for size, until in ((4, 3), (3, 6), (1, 9), (4, 14)):
+        leg = [*every, f"training.max_steps={until}", "training.scheduler={name: constant}"]
+        said.append(fit(ranks, parts, leg, size=size, resume="auto", elastic=True)["output"])
+    fit(ranks, whole, [*every, "training.scheduler={name: constant}"], size=4)
+    assert "3 devices now, 4 when the run began: accumulation 2, the global batch stays 8" in said[1]
+    assert "1 devices now, 4 when the run began: accumulation 4, the global batch stays 8" in said[2]
+    assert "when the run began" not in said[3] and "warning: the global batch" not in "".join(said)
+    a, b = (
+        {line["step"]: line["loss"] for line in lines(each / "runs" / "ragged" / "metrics.jsonl") if "eval" not in line}
+        for each in (whole, parts)
+    )
+    assert len(a) == 14 and a == pytest.approx(b, rel=1e-4)
 
 
 def test_tensorboard_and_offline_wandb_get_what_metrics_jsonl_gets(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.launch.local import Nodes
+
+RESTARTS = 3
+"""Unless --max-restarts says otherwise: of several ranks. One alone runs in this process, and is not started again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +30,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="start anew; a run already in the folder is moved aside")
     parser.add_argument("--all-ranks", action="store_true", help="show the output of every rank, not of rank 0 alone")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help=f"start ranks that died or hang again, from the last checkpoint, this many times; default: {RESTARTS}, with one "
+        "rank 0",
+    )
+    parser.add_argument(
+        "--stop-after",
+        type=duration,
+        metavar="TIME",
+        help="save and leave in time, with exit code 75: 1h50m, 90s, 1:50:00",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=node_range,
+        metavar="MIN:MAX",
+        help="machines that come and go; start this on each of them, with the same --rendezvous",
+    )
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where the machines of --nodes meet")
+    parser.add_argument(
+        "--node-host", action="store_true", help="this machine keeps the meeting point; default: the one named so"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
-    from shardwise.errors import ConfigError
     from shardwise.launch.environment import adopt_environment
 
-    if args.resume and args.fresh:
-        raise ConfigError("--resume goes on with a run and --fresh starts anew: give one of them")
+    _check_arguments(args)
+    args.began = time.monotonic()
     if adopt_environment():
         return _as_rank(args)
     config = load_config(args.config, args.set)
@@ -39,31 +68,53 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
-    from shardwise.launch.local import Interrupted, local_rank_count, run_ranks
+    from shardwise.launch.agent import Job
+    from shardwise.launch.local import local_rank_count, run_ranks
 
+    nodes = _nodes(args, config)
     count = local_rank_count(config, cuda_devices=torch.cuda.device_count())
-    if count == 1:
-        return _train(args)
-    try:
-        outcomes = run_ranks(_train, (args,), count)
-    except Interrupted as stopped:
-        return stopped.exit_code
-    return max(outcomes.values())
+    restarts = args.max_restarts if args.max_restarts is not None else RESTARTS if count > 1 or nodes else 0
+    if count == 1 and not restarts and nodes is None:
+        from shardwise.launch.overseen import overseen
+
+        with overseen(config):
+            return _train(args)
+    training = config.training
+    job = Job(
+        _train,
+        (args,),
+        Path(config.run_folder),
+        Path(config.checkpoint_folder),
+        training.hang_timeout,
+        training.on_hang == "restart",
+    )
+    built_in = ":" not in config.task
+    return run_ranks(
+        job,
+        count,
+        max_restarts=restarts,
+        preload=["shardwise.engine.fit", "shardwise.cli.train"],
+        rehearsed=(Path(args.config), args.set) if built_in else None,
+        nodes=nodes,
+    )
 
 
 def _as_rank(args: argparse.Namespace) -> int:
     """One of the ranks that torchrun or srun started: each prints its own error, unless it only lost a peer."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    from shardwise.config import load_config
     from shardwise.errors import ConfigError, ShardwiseError
-    from shardwise.launch.local import peer_lost
+    from shardwise.launch.overseen import overseen
+    from shardwise.watch.failures import peer_lost
 
     rank = os.environ["RANK"]
 
     @record
     def entry() -> int:
         try:
-            return _train(args)
+            with overseen(load_config(args.config, args.set)):
+                return _train(args)
         except Exception as error:
             if peer_lost(error):
                 raise SystemExit(f"[rank {rank}] stopped, because another rank went away") from None
@@ -78,12 +129,56 @@ def _as_rank(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    """A rank, in its process."""
     from shardwise.config import load_config
     from shardwise.engine.fit import fit
-    from shardwise.launch.local import STOPPED
+    from shardwise.engine.stop import Stop, Stopped
+    from shardwise.launch.environment import attempt
 
-    outcome = fit(load_config(args.config, args.set), resume=args.resume, fresh=args.fresh, all_ranks=args.all_ranks)
-    return STOPPED if outcome.stopped else 0
+    again = attempt() > 0
+    stop = Stop(args.stop_after, args.began)
+    try:
+        outcome = fit(
+            load_config(args.config, args.set),
+            resume="auto" if again or args.nodes else args.resume,
+            fresh=args.fresh and not again,
+            all_ranks=args.all_ranks,
+            stop=stop,
+            elastic=again or args.nodes is not None,
+        )
+    except Stopped:
+        return stop.exit_code
+    return stop.exit_code if outcome.stopped else 0
+
+
+def _nodes(args: argparse.Namespace, config: Config) -> Nodes | None:
+    from shardwise.launch.local import Nodes
+
+    if args.nodes is None:
+        return None
+    least, most = args.nodes
+    return Nodes(least, most, args.rendezvous, args.node_host or None, f"shardwise-{config.name}")
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    from shardwise.errors import ConfigError
+
+    if args.resume and args.fresh:
+        raise ConfigError("--resume goes on with a run and --fresh starts anew: give one of them")
+    if args.max_restarts is not None and args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts {args.max_restarts}: 0 or more")
+    if args.nodes is not None and args.fresh:
+        raise ConfigError(
+            "--fresh with --nodes: a machine that joins later would start anew too. Move the earlier run folder aside instead"
+        )
+    if args.nodes is not None and args.resume not in (None, "auto"):
+        raise ConfigError(
+            f"--resume {args.resume} with --nodes: machines that come and go always go on from the newest"
+        )
+    if (args.nodes is None) != (args.rendezvous is None):
+        raise ConfigError("--nodes MIN:MAX and --rendezvous HOST:PORT belong together: give both, on every machine")
+    if args.rendezvous and not re.fullmatch(r".+:\d+", args.rendezvous):
+        raise ConfigError(f"--rendezvous {args.rendezvous}: must be HOST:PORT")
 
 
 def _check_before_start(config: Config) -> None:
@@ -93,3 +188,24 @@ def _check_before_start(config: Config) -> None:
 
     require_trackers(config)
     load_task_class(config.task)
+
+
+def duration(text: str) -> float:
+    """1h50m, 90s, 2h, 1:50:00; a number alone is seconds."""
+    if text.isdecimal():
+        return float(text)
+    clock = re.fullmatch(r"(?:(\d+):)?(\d+):(\d{2})", text)
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?", text)
+    match = clock or units
+    if match is None or not any(match.groups()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 1h50m, 90s, 2h or 1:50:00")
+    sizes = (3600, 60, 1) if clock else (86400, 3600, 60, 1)
+    return sum(float(number or 0) * size for number, size in zip(match.groups(), sizes, strict=True))
+
+
+def node_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be MIN:MAX, for example 1:4")
+    return least, most

@@ -14,25 +14,39 @@ class Batching:
     world: int
     batch_size: int
     accumulation: int
+    kept: int | None = None
+    """The global batch of a run that goes on with another number of devices, which need not divide it."""
 
     @property
     def global_batch(self) -> int:
-        return self.world * self.batch_size * self.accumulation
+        return self.world * self.batch_size * self.accumulation if self.kept is None else self.kept
+
+    @property
+    def divides(self) -> bool:
+        return self.world * self.batch_size * self.accumulation == self.global_batch
 
     def steps_per_epoch(self, samples: int) -> int:
         """The last, short batch is a step too: nothing is dropped."""
         return math.ceil(samples / self.global_batch)
 
 
-def resolve_batching(training: Training, world: int) -> Batching:
-    """Accumulation follows from total_batch_size, which must divide evenly."""
+def resolve_batching(training: Training, world: int, *, elastic: bool = False) -> Batching:
+    """Accumulation follows from total_batch_size, which must divide evenly, unless the world is whatever is left of it."""
     if training.total_batch_size is None:
         return Batching(world, training.batch_size, training.gradient_accumulation or 1)
     per_pass = training.batch_size * world
     accumulation, rest = divmod(training.total_batch_size, per_pass)
+    if elastic:
+        return keep_global_batch(Batching(world, training.batch_size, 1), training.total_batch_size)
     if rest or not accumulation:
         raise ConfigError(_what_would_divide(training.total_batch_size, training.batch_size, world, training.num_nodes))
     return Batching(world, training.batch_size, accumulation)
+
+
+def keep_global_batch(batching: Batching, global_batch: int) -> Batching:
+    """The same samples per step on another number of devices: accumulation adapts, and the last pass may be short."""
+    accumulation = math.ceil(global_batch / (batching.world * batching.batch_size))
+    return Batching(batching.world, batching.batch_size, accumulation, kept=global_batch)
 
 
 def resolve_learning_rate(training: Training, global_batch: int) -> float:

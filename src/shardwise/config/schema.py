@@ -213,6 +213,14 @@ class Training(Block):
         "stop",
         description="A loss or gradient that is no number ends the run; skip leaves out the steps whose gradient is none.",
     )
+    hang_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds without a sign of life from a rank after which the run says who waits for whom.",
+    )
+    on_hang: Literal["restart", "stop"] = Field(
+        "restart", description="What follows: the ranks start again from the last checkpoint, or the run ends."
+    )
     sync_batch_norm: bool | None = Field(
         None,
         description="Batch norm takes its statistics over all ranks; needs CUDA. Default: on CUDA with several ranks.",

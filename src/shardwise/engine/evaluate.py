@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -12,18 +12,29 @@ from shardwise.data import StepBatch
 from shardwise.engine.step import Parts
 from shardwise.errors import ShardwiseError
 from shardwise.tasks import Loss, Rows
+from shardwise.watch.beats import Phase, beat
 
 
-def run_evaluation(parts: Parts, batches: Iterable[StepBatch], pictures: Path, step: int) -> dict[str, float]:
-    """Averages over all samples of all ranks: sums and counts are added up, and divided once. Rows are studied whole."""
+def run_evaluation(
+    parts: Parts, batches: Iterable[StepBatch], pictures: Path, step: int, stop: Callable[[], bool] = lambda: False
+) -> dict[str, float] | None:
+    """Averages over all samples of all ranks: sums and counts are added up, and divided once. Rows are studied whole.
+
+    `stop`: whether this rank was asked to leave. They agree on it before every batch; None: they gave it up.
+    """
     model = parts.spread.model
     model.eval()
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
     with torch.no_grad():
+        beat(Phase.EVALUATE, step)
         for batch in batches:
+            if parts.world.sum(stop())[0]:
+                model.train()
+                return None
             for micro in batch.micro:
+                beat(Phase.EVALUATE, step)
                 with parts.precision.autocast():
                     results = parts.task.evaluate(model, micro.inputs)
                 # A borrowed sample belongs to another rank, which counts it.

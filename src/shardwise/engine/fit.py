@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import signal
+import contextlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
+from shardwise.checkpoint import Written
 from shardwise.config import Config
 from shardwise.engine.monitor import Monitor, Outcome
 from shardwise.engine.session import Session
+from shardwise.engine.stop import Stop, Stopped
+from shardwise.errors import CheckpointError
+from shardwise.watch.beats import Phase, beat
 from shardwise.watch.console import Console
 from shardwise.watch.run_folder import RunFolder, user_command
 
 
-def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_ranks: bool = False) -> Outcome:
-    """Train as the config says. Called by every rank."""
-    with Session(config) as session:
+def fit(
+    config: Config,
+    *,
+    resume: str | None = None,
+    fresh: bool = False,
+    all_ranks: bool = False,
+    stop: Stop | None = None,
+    elastic: bool = False,
+) -> Outcome:
+    """Train as the config says. Called by every rank.
+
+    `elastic`: the run goes on by itself, maybe on another number of ranks, and keeps its global batch.
+    """
+    stop = stop or Stop()
+    with stop.listening(), Session(config, elastic=elastic) as session:
+        session.stop_check = lambda: stop.requested
         folder = RunFolder(Path(config.run_folder), session.world.rank)
         notice = session.world.on_first(
             lambda: folder.claim(resume=resume is not None, fresh=fresh, command=user_command())
@@ -28,73 +42,102 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
             if notice:
                 console.say(notice)
             try:
+                if elastic and (said := session.keep_batch(session.world.on_first(folder.batch_so_far))):
+                    console.say(said)
                 session.prepare()
                 resumed = session.resume(resume) if resume else None
-            except BaseException:
+            except BaseException as error:
                 if session.world.is_first:
                     folder.abandon()
+                if isinstance(error, Stopped):
+                    console.say("stopped before the first step: there is nothing to save")
                 raise
             monitor = Monitor(session, folder, console)
             monitor.begin(resumed, resuming=resume is not None)
-            with _stop_on_signal(session):
-                stopped = _train(session, monitor)
-            return monitor.end(stopped)
+
+            def written(checkpoint: Written) -> None:
+                monitor.written(checkpoint)
+                stop.saved(checkpoint.seconds)
+
+            session.on_written = written
+            with stop.able_to_save():
+                stopped = _train(session, monitor, stop)
+                beat(Phase.END)
+                return monitor.end(stopped)
         finally:
             console.close()
             folder.close()
 
 
-def _train(session: Session, monitor: Monitor) -> bool:
+def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
     """Returns whether the run was asked to stop before its end."""
     training = session.config.training
-    if training.eval_at_start and session.steps_done == 0:
-        with monitor.pausing():
-            monitor.evaluated(session.evaluate())
+    if (training.eval_at_start and session.steps_done == 0) or _owes_an_evaluation(session, monitor):
+        metrics = _evaluate(session, monitor)
+        if metrics is None:
+            return _leave(session)
+        if session.steps_done and _save_is_due(session):
+            _save(session, monitor, metrics)
+    began = time.monotonic()
     for batch in session.batches():
         result = session.step(batch)
         if result.stopped:
-            if session.saved_at != session.steps_done:
-                session.save()
-            session.wait()
-            return True
+            return _leave(session)
         monitor.stepped(result)
-        done = session.steps_done
-        last = done == session.total_steps
-        epoch_ends = session.cursor.consumed == 0
+        stop.stepped(time.monotonic() - began)
         metrics = None
-        if last or _due(done, training.eval_every_n_steps, epoch_ends):
-            with monitor.pausing():
-                metrics = session.evaluate()
-                monitor.evaluated(metrics)
-        if last or _due(done, training.checkpoint_every_n_steps, epoch_ends):
-            with monitor.pausing():
-                session.save(metrics)
+        if _evaluation_is_due(session):
+            metrics = _evaluate(session, monitor)
+            if metrics is None:
+                return _leave(session)
+        if _save_is_due(session):
+            _save(session, monitor, metrics)
+        began = time.monotonic()
     session.wait()
     return False
 
 
-def _due(step: int, every: int | None, otherwise: bool) -> bool:
-    return otherwise if every is None else step % every == 0
+def _evaluate(session: Session, monitor: Monitor) -> dict[str, float] | None:
+    """None: asked to leave in the middle of it. The run makes up for it when it goes on."""
+    with monitor.pausing():
+        metrics = session.evaluate()
+        if metrics is not None:
+            monitor.evaluated(metrics)
+        return metrics
 
 
-@contextmanager
-def _stop_on_signal(session: Session) -> Iterator[None]:
-    """The first signal asks all ranks to leave together before the next step; a second one leaves at once."""
+def _save(session: Session, monitor: Monitor, metrics: dict[str, float] | None) -> None:
+    with monitor.pausing():
+        session.save(metrics)
 
-    asked_at: float | None = None
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        now = time.monotonic()
-        # One Ctrl-C may arrive twice: from the terminal and from the launcher.
-        if asked_at is not None and now - asked_at > 0.5:
-            raise KeyboardInterrupt
-        asked_at = asked_at or now
-        session.stop_requested = True
+def _leave(session: Session) -> bool:
+    if session.saved_at == session.steps_done:
+        with contextlib.suppress(CheckpointError):  # it has been told; there may be room for it now
+            session.wait()
+    if session.saved_at != session.steps_done:
+        session.save()
+    session.wait()
+    return True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+def _owes_an_evaluation(session: Session, monitor: Monitor) -> bool:
+    """Whether the run was asked to leave in the evaluation of the step that it goes on from."""
+    if not session.steps_done or session.valid_data is None or not _evaluation_is_due(session):
+        return False
+    return not session.world.on_first(lambda: monitor.folder.evaluated_at(session.steps_done))
+
+
+def _evaluation_is_due(session: Session) -> bool:
+    return _due(session, session.config.training.eval_every_n_steps)
+
+
+def _save_is_due(session: Session) -> bool:
+    return _due(session, session.config.training.checkpoint_every_n_steps)
+
+
+def _due(session: Session, every: int | None) -> bool:
+    """Every so many steps, or at the end of each epoch; and at the end of the run."""
+    done = session.steps_done
+    in_turn = session.cursor.consumed == 0 if every is None else done % every == 0
+    return in_turn or done == session.total_steps

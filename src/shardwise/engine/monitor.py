@@ -47,7 +47,6 @@ class Monitor:
             session.task.flops_per_count(session.parts.spread.whole), peak * world.size if peak else None
         )
         self.device_name = name
-        session.on_written = self.written
         self.trackers: list[Tracker] = []
         self.first_loss: float | None = None
         self.last_loss: float | None = None
@@ -74,8 +73,9 @@ class Monitor:
             f"on {devices}, strategy {session.strategy}, precision {session.config.training.precision}"
         )
         self.console.say(
-            f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices = "
-            f"{batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, {session.total_steps} in all; "
+            f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices "
+            f"{'=' if batching.divides else '→'} {batching.global_batch} per step; {session.steps_per_epoch} steps per epoch, "
+            f"{session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
         self._mind_the_batch_norm()
@@ -286,6 +286,7 @@ class Monitor:
                 "per_device": batching.batch_size,
                 "accumulation": batching.accumulation,
                 "global": batching.global_batch,
+                "chosen_for": session.batch_world,
             },
             "total_steps": session.total_steps,
             "mfu": {"formula": formula, "peak_flops": self.rates.peak, "peak": "dense bf16, all devices"},

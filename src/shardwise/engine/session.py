@@ -15,6 +15,7 @@ import math
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint import CheckpointStore, Progress, Saver, Written, go_on_from, load_into, load_own
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
+from shardwise.config.batching import keep_global_batch
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
@@ -40,15 +42,19 @@ from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
 from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
+from shardwise.watch.beats import Phase, beat
 
 FINISHING = 60.0
 """Seconds that a run which fails waits for a checkpoint that is being written."""
 
 
 class Session:
-    def __init__(self, config: Config | str | Path) -> None:
+    def __init__(self, config: Config | str | Path, *, elastic: bool = False) -> None:
+        """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
+        self.elastic = elastic
         self.config = config if isinstance(config, Config) else load_config(config)
-        self.world = World.join(self.config.training.device, connect=self._needs_group())
+        patience = timedelta(seconds=max(1800.0, 2 * self.config.training.hang_timeout))  # the verdict comes first
+        self.world = World.join(self.config.training.device, connect=self._needs_group(), timeout=patience)
         try:
             self._take_place()
         except ShardwiseError:
@@ -61,6 +67,8 @@ class Session:
         self.best_metric: float | None = None
         self.stop_requested = False
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
+        self.stop_check: Callable[[], bool] = lambda: False
+        """Asked before every step and every batch of an evaluation: the same as `stop_requested`, found out when needed."""
         self.saved_at: int | None = None
         """The step of the newest checkpoint of this session, in place or being written."""
         self.on_written: Callable[[Written], None] = self._warn
@@ -81,15 +89,37 @@ class Session:
     def _take_place(self) -> None:
         """What follows from the config and the number of ranks; refused if they do not go together."""
         training, ranks = self.config.training, self.world.size
-        if training.num_gpus not in (None, ranks):
+        if training.num_gpus not in (None, ranks) and not self.elastic:
             raise ConfigError(
                 f"training.num_gpus: {training.num_gpus}, but {ranks} rank(s) were started. "
                 f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
             )
         self.strategy = self.config.strategy_on(ranks)
         self.layout = Layout.of(self.strategy, training, self.world)
-        self.batching: Batching = resolve_batching(training, self._devices_with_data())
+        self.batching: Batching = resolve_batching(training, self._devices_with_data(), elastic=self.elastic)
+        self.batch_world = self._devices_with_data()
+        """The number of devices that the global batch was chosen for."""
         refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
+
+    def keep_batch(self, so_far: tuple[int, int] | None) -> str | None:
+        """Before `prepare`, in a run that goes on by itself: keep the global batch that it began with.
+
+        `so_far`: that, and the number of devices it was chosen for. Returns what there is to say.
+        """
+        if so_far is None:
+            return None
+        before, world = so_far
+        if (
+            world == self.batch_world
+            or resolve_batching(self.config.training, world, elastic=True).global_batch != before
+        ):
+            return None  # as before, or asked for otherwise by the user
+        self.batching, self.batch_world = keep_global_batch(self.batching, before), world
+        refuse_combinations(self.strategy, self.config.training, self.layout, self.batching.accumulation)
+        return (
+            f"{self.batching.world} devices now, {world} when the run began: accumulation {self.batching.accumulation}, the "
+            f"global batch stays {before}"
+        )
 
     def _needs_group(self) -> bool | None:
         alone = self.config.strategy_on(1) in ("single", "dp")
@@ -155,6 +185,7 @@ class Session:
         elif task is None:
             task = self._make_task()
         self.task: Task = task
+        beat(Phase.PREPARE, 0)
         seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
         self.world.on_each_machine(task.prepare_data)
         self.train_data = task.train_data()
@@ -266,16 +297,18 @@ class Session:
             epochs=self.config.training.max_epochs,
         )
         if self.steps_done < self.total_steps:
+            beat(Phase.DATA, self.steps_done + 1)
             for batch in loader:
                 yield batch
                 if self.steps_done >= self.total_steps:
                     return
+                beat(Phase.DATA, self.steps_done + 1)
 
     def _per_process(self) -> Batching:
         """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
         if not self._over_devices():
             return self.batching
-        return Batching(1, self.batching.batch_size * self.batching.world, self.batching.accumulation)
+        return replace(self.batching, world=1, batch_size=self.batching.batch_size * self.batching.world)
 
     def order(self) -> GlobalOrder:
         """Which samples make up which step, in every epoch."""
@@ -285,7 +318,7 @@ class Session:
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
         self._hear_of_checkpoints()
-        result = run_step(self.parts, batch, self.steps_done, stop=self.stop_requested, bad=self._bad)
+        result = run_step(self.parts, batch, self.steps_done, stop=self._stopping(), bad=self._bad)
         if result.stopped:
             return result
         self._bad = None if math.isfinite(result.loss_sum) else batch.ids
@@ -294,6 +327,9 @@ class Session:
         self.cursor = batch.after
         return result
 
+    def _stopping(self) -> bool:
+        return self.stop_requested or self.stop_check()
+
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
         total, count = self.world.sum(sum(r.loss_sum for r in results), sum(r.count for r in results))
@@ -301,8 +337,11 @@ class Session:
 
     # ---------------------------------------------------------------- evaluate
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics on the validation data; empty if the task has none. All ranks call it together."""
+    def evaluate(self) -> dict[str, float] | None:
+        """Metrics on the validation data; empty if the task has none. All ranks call it together.
+
+        None: a rank was asked to stop in the middle of it, and all gave it up.
+        """
         if self.valid_data is None or not len(self.valid_data):
             return {}
         if self._valid_loader is None:
@@ -311,7 +350,7 @@ class Session:
             self._valid_loader = StepLoader(
                 Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
                 GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-                replace(self._per_process(), accumulation=1),
+                replace(self._per_process(), accumulation=1, kept=None),
                 self.layout.data_rank,
                 self.world.device,
                 self.config.data,
@@ -319,8 +358,14 @@ class Session:
             )
         self.parts.spread.share_buffers()
         metrics = run_evaluation(
-            self.parts, self._valid_loader, Path(self.config.run_folder) / "pictures", self.steps_done
+            self.parts,
+            self._valid_loader,
+            Path(self.config.run_folder) / "pictures",
+            self.steps_done,
+            stop=self._stopping,
         )
+        if metrics is None:
+            return None
         if self.config.training.monitor not in metrics:
             raise ConfigError(
                 f"training.monitor: {self.config.training.monitor!r} is not a metric of this task; "
@@ -336,6 +381,7 @@ class Session:
         It is written while training goes on, unless training.async_checkpoint is false; `wait()` waits for it.
         """
         training = self.config.training
+        beat(Phase.SAVE, self.steps_done)
         if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
             raise explain_nonfinite(self.parts, self.steps_done, self._bad is not None, self._bad or [])
         if not self._owns_folder:  # not resumed: what lies there belongs to an earlier run
@@ -399,6 +445,7 @@ class Session:
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
         self._hear_of_checkpoints(wait=True)
+        beat(Phase.RESUME, 0)
         found = load_into(self.parts.spread.module, self.parts.optimizer, which, self.store, self.world)
         if found is None:
             return None

@@ -27,6 +27,7 @@ from shardwise.engine.schedule import Schedule
 from shardwise.errors import NonFiniteError, ShardwiseError
 from shardwise.parallel import Spread, World
 from shardwise.tasks import Loss, Task
+from shardwise.watch.beats import Phase, beat
 
 SMALLEST_SCALE = 2.0**-24
 """A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
@@ -82,6 +83,7 @@ def run_step(
 
     layout = parts.spread.layout
     own_count = batch.count if layout.counts else 0
+    beat(Phase.AGREE, step + 1)
     count, stops, bads = world.sum(own_count, stop, bad is not None)
     clock.lap("agree")
     if bads and training.on_nonfinite == "stop":
@@ -98,6 +100,7 @@ def run_step(
     total = torch.zeros((), device=world.device)
 
     def forward(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+        beat(Phase.COMPUTE, step + 1)
         with parts.precision.autocast():
             loss = _loss_of(parts, model, micro, step + 1)
         # Gradients are averaged over the copies of the model, hence × copies; a borrowed sample counts nothing.
@@ -116,6 +119,7 @@ def run_step(
     if parts.spread.pipeline is not None and world.device.type == "cpu":  # on CUDA the host does not see when work ends
         clock.times["idle"] = clock.times["compute"] - parts.spread.pipeline.busy
 
+    beat(Phase.UPDATE, step + 1)
     parts.scaler.unscale_(parts.optimizer)
     grads = gradients(parts.parameters)
     lacking = len(parts.parameters) - len(grads) if parts.spread.needs_every_gradient else 0

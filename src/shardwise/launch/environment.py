@@ -8,6 +8,9 @@ from collections.abc import Mapping, MutableMapping
 
 from shardwise.errors import LaunchError
 
+ATTEMPT = "SHARDWISE_ATTEMPT"
+"""How many times the launcher has started the ranks of this job before, also because machines came or went."""
+
 
 def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
     """Whether this process is already a rank. Slurm's variables are translated into torchrun's, which PyTorch reads."""
@@ -32,6 +35,12 @@ def adopt_environment(environ: MutableMapping[str, str] | None = None) -> bool:
     step = int(environ.get("SLURM_JOB_ID", "0")) * 101 + int(environ["SLURM_STEP_ID"])
     environ.setdefault("MASTER_PORT", str(15000 + step % 15000))
     return True
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> int:
+    """How many times the ranks of this job were started before, by our launcher or by torchrun."""
+    environ = os.environ if environ is None else environ
+    return int(environ.get(ATTEMPT) or environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
 
 
 def first_host(nodelist: str) -> str:

@@ -1,40 +1,52 @@
-"""Ranks on this machine, through torchrun's elastic agent.
+"""Ranks on this machine, through torchrun's elastic agent; on several, one launcher each.
 
-Ctrl-C reaches the agent alone: it asks the ranks to stop, and they leave together at the next step. The ranks die with
-the agent, however it dies. When a rank fails, the first real error is what the user sees.
+The ranks die with the launcher, however it dies. When a rank fails, they are started again from the last checkpoint; when
+that is of no use, the first real error is what the user sees.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
-import threading
-import time
-import traceback
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
+from torch.distributed.launcher.api import LaunchConfig
 
 from shardwise.config import Config
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import LaunchError
+from shardwise.launch.agent import AGAIN, INTERRUPTED, Agent, Job
+from shardwise.launch.rank import rank_main
+from shardwise.launch.server import start_server
+from shardwise.launch.signals import signals_to
+from shardwise.watch.failures import read_failures
 
-STOPPED = 130
-"""The exit code of a rank, and of the program, that was asked to stop and did."""
+
+@dataclass(frozen=True)
+class Nodes:
+    """Several machines, each with a launcher. They meet at `endpoint`, host:port."""
+
+    least: int
+    most: int
+    endpoint: str
+    host: bool | None
+    """Whether this machine keeps the meeting point; None: found out from its name."""
+    job: str
+    """The same on all machines of a job."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1")
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
@@ -58,155 +70,100 @@ def local_rank_count(config: Config, *, cuda_devices: int) -> int:
     return 2 if on_cpu else max(1, cuda_devices)
 
 
-def run_ranks(entry: Callable[..., int], args: tuple[Any, ...], count: int) -> dict[int, int]:
-    """Run `entry(*args)` in `count` new processes. Returns the exit code of each rank."""
+def run_ranks(
+    job: Job,
+    count: int,
+    *,
+    max_restarts: int = 0,
+    preload: Sequence[str] = (),
+    rehearsed: tuple[Path, Sequence[str]] | None = None,
+    nodes: Nodes | None = None,
+) -> int:
+    """Run `job.entry(*job.args)` in `count` new processes on this machine. Returns the exit code of the run.
+
+    `preload`, `rehearsed`: what the process that they are forked from imports and builds beforehand.
+    """
     _silence_the_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     # The ranks have a rendezvous store of their own: with a shared one, a restarted rank can dial a dead peer (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as scratch, _interrupts_as_sigterm() as interrupts:
-        launch = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=count,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",  # the machine's own name need not resolve
-            max_restarts=0,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=scratch, redirects=Std.NONE, tee=Std.NONE),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",  # Ctrl-C is ours: see _interrupts_as_sigterm
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # its 30 seconds are too few for a large checkpoint
+    if (nodes is None or nodes.is_loopback) and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to reach the ranks of one machine
+    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as scratch:
+        agent = _agent(job, count, max_restarts, nodes, Path(scratch))
+        with signals_to(agent.ask):
+            start_server(preload, rehearsed)  # with Ctrl-C blocked, as its ranks shall have it
+            try:
+                result = agent.run()
+            except RendezvousConnectionError as error:
+                raise LaunchError(
+                    f"the meeting point {nodes.endpoint if nodes else scratch} does not answer"
+                ) from error
+            except RendezvousError as error:
+                raise LaunchError(f"the machines did not come together: {error}") from error
+            finally:
+                if nodes is None or agent.asked is None:  # the others may go on without this machine
+                    agent.get_worker_group().spec.rdzv_handler.shutdown()
+        if agent.asked is not None:
+            return INTERRUPTED if agent.asked == signal.SIGINT else AGAIN
+        if result is None or result.is_failed():
+            raise _error(agent)
+        return max(result.return_values.values())
+
+
+def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch: Path) -> Agent:
+    if nodes is None:  # no port is opened: one machine meets in a file of its own
+        where = RendezvousParameters(
+            "c10d", str(scratch / "rendezvous"), uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", store_type="file"
         )
-        try:
-            return elastic_launch(launch, _rank)(entry, args, scratch, os.getpid())
-        except ChildFailedError as failure:
-            raise _first_real_error(failure, Path(scratch), count) from None
-        except SignalException as stopped:
-            raise Interrupted(signal.SIGINT if interrupts else stopped.sigval) from None
-
-
-class Interrupted(Exception):
-    """The ranks were asked to stop, and did."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
-
-
-@dataclass(frozen=True)
-class RankError:
-    """What a rank wrote down when it failed."""
-
-    rank: int
-    when: float
-    message: str
-    trace: str
-    for_user: bool
-    """The message is enough; no traceback is needed."""
-    peer_lost: bool
-    """It failed because another rank went away."""
-
-
-def _rank(entry: Callable[..., int], args: tuple[Any, ...], scratch: str, parent: int) -> int:
-    die_with(parent)
+    else:
+        # A machine that is gone is missed after three times two seconds, and a new one is waited for only a moment.
+        where = RendezvousParameters(
+            "c10d",
+            nodes.endpoint,
+            nodes.job,
+            nodes.least,
+            nodes.most,
+            local_addr="127.0.0.1" if nodes.is_loopback else None,
+            last_call_timeout=3,
+            keep_alive_interval=2,
+            **({} if nodes.host is None else {"is_host": str(nodes.host).lower()}),
+        )
     try:
-        code = entry(*args)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):  # asked twice
-            os._exit(STOPPED)
-        if isinstance(error, SystemExit):
-            error = LaunchError(f"rank {os.environ['RANK']}: the task called sys.exit({error.code}) during the run")
-        record_failure(error, Path(scratch), int(os.environ["RANK"]))
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 - the parent says it once, the agent must not
-        raise error from None
-    if code == STOPPED:  # the agent no longer reads results: returning would wait for it
-        sys.stdout.flush()
-        os._exit(STOPPED)
-    return code
-
-
-def record_failure(error: BaseException, folder: Path, rank: int) -> None:
-    record = {
-        "rank": rank,
-        "when": time.time(),
-        "message": str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}",
-        "trace": "".join(traceback.format_exception(error)),
-        "for_user": isinstance(error, ShardwiseError),
-        "peer_lost": peer_lost(error),
-    }
-    aside = folder / f".error-{rank}"
-    aside.write_text(json.dumps(record))
-    aside.rename(folder / f"error-{rank}.json")
-
-
-def peer_lost(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone."""
-    marks = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket Timeout", "remote process")
-    return isinstance(error, RuntimeError | ConnectionError) and any(mark in str(error) for mark in marks)
-
-
-def _first_real_error(failure: ChildFailedError, scratch: Path, count: int) -> Exception:
-    errors = [RankError(**json.loads(file.read_text())) for file in scratch.glob("error-*.json")]
-    real = sorted((error for error in errors if not error.peer_lost), key=lambda error: error.when)
-    if real:
-        first = real[0]
-        if first.for_user:
-            # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
-            return LaunchError(first.message)
-        return LaunchError(f"rank {first.rank} failed:\n{first.trace}")
-    silent = sorted(set(range(count)) - {error.rank for error in errors})
-    rank, died = failure.get_first_failure()
-    if not errors and died.exitcode == STOPPED:  # one rank was told to stop, and all did
-        return Interrupted(signal.SIGTERM)
-    if errors and silent:
-        rank = silent[0]
-    code = died.exitcode if rank == died.local_rank else None
-    how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else "ended without a word"
-    return LaunchError(
-        f"rank {rank} {how}. If nobody stopped it, the machine may have run out of memory (see dmesg); "
-        "go on from the last checkpoint with --resume auto"
+        handler = rendezvous.get_rendezvous_handler(where)
+    except RendezvousConnectionError as error:
+        raise LaunchError(
+            f"--rendezvous {where.endpoint}: nobody answers there. Start the machine of that name first, or give it --node-host"
+        ) from error
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=count,
+        entrypoint=rank_main,
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        local_addr=where.local_addr,
+        numa_options=LaunchConfig(1, 1, count).numa_options,  # what torchrun chooses for this machine
     )
+    logs = DefaultLogsSpecs(log_dir=str(scratch / "logs"), redirects=Std.NONE, tee=Std.NONE)
+    return Agent(spec, logs, job, scratch)
 
 
-@contextmanager
-def _interrupts_as_sigterm() -> Iterator[list[int]]:
-    """Ctrl-C goes to every process of the terminal. The ranks must not see it, or they would break off in the middle of
-    a collective: it is blocked here, which they inherit, and handed to the agent as SIGTERM. A second one ends all.
+def _error(agent: Agent) -> LaunchError:
+    verdict = agent.verdict
+    if verdict is None:
+        return LaunchError("the ranks failed, and nothing is known of why")
+    error = read_failures(agent.scratch).get(verdict.guilty[0]) if verdict.guilty else None
+    if error is not None and not error.peer_lost:
+        if error.for_user:
+            # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
+            return LaunchError(error.message)
+        return LaunchError(f"rank {error.rank} failed:\n{error.trace}{_because(agent)}")
+    return LaunchError(f"{verdict.sentence}{_because(agent)}.\n  Go on from the last checkpoint with --resume auto")
 
-    The agent may be asleep when it comes, so a thread takes it: Python tells that thread through a socket.
-    """
-    seen: list[int] = []
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
 
-    def listen() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while received := reader.recv(1):
-            if received[0] != signal.SIGINT:
-                continue
-            if seen:
-                os._exit(STOPPED)  # the ranks die with this process
-            seen.append(signal.SIGINT)
-            print("stopping before the next step; Ctrl-C again to stop at once", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    # Starting multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
-    resource_tracker.ensure_running()
-    handler = signal.signal(signal.SIGINT, lambda number, frame: None)  # without one, nothing is written to the socket
-    wakeup = signal.set_wakeup_fd(writer.fileno())
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    listener = threading.Thread(target=listen, name="ctrl-c", daemon=True)
-    listener.start()
-    try:
-        yield seen
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        signal.signal(signal.SIGINT, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        writer.close()
-        listener.join()
-        reader.close()
+def _because(agent: Agent) -> str:
+    return f" ({agent.final}: not started again)" if agent.final else ""
 
 
 def _silence_the_agent() -> None:
@@ -214,12 +171,3 @@ def _silence_the_agent() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-def die_with(parent: int) -> None:
-    """Ask the kernel to end this rank when the agent ends, even by SIGKILL."""
-    with contextlib.suppress(OSError, AttributeError):
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request was in place
-        os._exit(1)

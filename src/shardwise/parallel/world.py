@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,7 +44,7 @@ class World:
         if connect:
             # CPU tensors go over gloo on CUDA too: agreeing on counts and flags must not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-            store = HashStore() if size == 1 and "MASTER_ADDR" not in os.environ else None
+            store = _store(rank, size, timeout or timedelta(minutes=5))
             dist.init_process_group(
                 backend,
                 store=store,
@@ -119,6 +120,36 @@ class World:
         if self.connected and dist.is_initialized():
             dist.destroy_process_group()
         self.connected = False
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
+    """Where the ranks find each other; None: as the environment says.
+
+    PyTorch's own store listens on every network of the machine (torch 2.13). Ranks that meet on the loopback are all on one
+    machine, and nobody else is to reach them.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if size == 1 and address is None:
+        return HashStore()
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if address not in ("127.0.0.1", "localhost") or port is None or agents:
+        return None
+    listening = -1
+    if rank == 0:
+        with socket.socket() as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            own.bind(("127.0.0.1", int(port)))
+            own.listen(1024)
+            listening = own.detach()
+    tcp = dist.TCPStore(
+        "127.0.0.1",
+        int(port),
+        size,
+        is_master=rank == 0,
+        timeout=timeout,
+        **({"master_listen_fd": listening} if rank == 0 else {}),
+    )
+    return dist.PrefixStore("shardwise", tcp)
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

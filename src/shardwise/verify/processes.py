@@ -14,12 +14,12 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from shardwise.launch.local import RankError
+from shardwise.launch import server
 from shardwise.verify.job import Job
+from shardwise.watch.failures import RankError
 
 TO_PREPARE = 900.0
 """Seconds without a sign of life before the first step: data may have to be downloaded."""
@@ -80,25 +80,8 @@ class Outcome:
 
 def start_server(rehearsed: tuple[Path, Sequence[str]] | None) -> None:
     """Begin to import what every rank needs, in a process of its own. `rehearsed`: a config whose model is built there."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.verify.warm"])
-    before = dict(os.environ)
-    os.environ.update(
-        _SERVER, SHARDWISE_VERIFY_REHEARSED=json.dumps([str(rehearsed[0]), *rehearsed[1]] if rehearsed else [])
-    )
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-_SERVER = {
-    # A server that has asked the CUDA driver could not hand a working one to the ranks it forks.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     # There are more ranks than cores: a thread that waits must not keep one busy.
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
+    server.start_server(["shardwise.verify.warm"], rehearsed, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def run_jobs(jobs: Iterable[Job], at_once: int, *, patience: float = TO_STEP) -> dict[str, Outcome]:

@@ -19,10 +19,11 @@ from shardwise.config import load_config
 from shardwise.config.load import load_task_class
 from shardwise.engine.session import Session
 from shardwise.errors import LaunchError
-from shardwise.launch.local import die_with, record_failure
+from shardwise.launch.server import die_with
 from shardwise.verify.dropout import switch_off_dropout
 from shardwise.verify.job import Job, environment_for
 from shardwise.verify.recorder import Finished, Recorder
+from shardwise.watch.failures import record_failure
 
 
 def rank_main(job: Job, rank: int, port: int, environ: dict[str, str], folder: str) -> None:

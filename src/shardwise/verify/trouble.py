@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from shardwise.launch.local import RankError
 from shardwise.verify.causes import Cause
 from shardwise.verify.processes import Outcome, RankOutcome
 from shardwise.verify.report import Finding
+from shardwise.watch.failures import RankError
 
 _MISMATCH = ("Detected mismatch between collectives", "monitoredBarrier", "Collectives differ", "op.preamble.length")
 _OF_FSDP = ("ALLGATHER_BASE", "REDUCE_SCATTER_BASE")

@@ -1,35 +1,12 @@
-"""Imported by the server that ranks are forked from, so that none of them has to import it again."""
+"""Imported by the server that the ranks of the proof are forked from, besides what every rank needs."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
-import json
-import os
-
 import torch
 
+import shardwise.launch.warm
 import shardwise.verify.coverage
 import shardwise.verify.probe
 import shardwise.verify.rank  # noqa: F401
-from shardwise.config import load_config
-from shardwise.config.load import make_task
 
 torch.set_num_threads(1)
-
-# The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13). A step here would ask the GPU
-# whether it is capturing a graph (torch 2.11), and then no rank forked from here could use it.
-importlib.import_module("torch._dynamo")
-
-# So does the first save of a tensor, in tenths of a second.
-torch.save(torch.zeros(1), io.BytesIO())
-
-# So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
-# once, on no device. Whatever is wrong with it, its rank will say so.
-with contextlib.suppress(Exception):
-    if rehearsed := json.loads(os.environ.get("SHARDWISE_VERIFY_REHEARSED", "[]")):
-        _task = make_task(load_config(rehearsed[0], rehearsed[1:]))
-        with torch.device("meta"):
-            _task.build_model()
-        del _task

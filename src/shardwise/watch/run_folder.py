@@ -19,6 +19,7 @@ import yaml
 import shardwise
 from shardwise.config import Config
 from shardwise.errors import LaunchError
+from shardwise.watch.lock import LOCK, lock_folder, unlock
 
 
 class RunFolder:
@@ -26,6 +27,7 @@ class RunFolder:
         self.path = path
         self.rank = rank
         self._streams: dict[Path, IO[str]] = {}
+        self._lock: int | None = None
         self._aside: Path | None = None
         """Where the run went that lay here before."""
         self._made: list[Path] = []
@@ -42,6 +44,8 @@ class RunFolder:
     def claim(self, *, resume: bool, fresh: bool, command: str) -> str | None:
         """Rank 0, before anything else: make the folder, or say why not. Returns a notice for the user, if any."""
         notice = None
+        if self.path.is_dir():
+            self._lock = lock_folder(self.path)
         if (self.path / "run.json").exists() and not resume:
             if not fresh:
                 raise LaunchError(
@@ -57,6 +61,9 @@ class RunFolder:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(f"the run folder {self.path} cannot be made: {error.strerror}") from None
+        if self._lock is None or self._aside is not None:
+            before, self._lock = self._lock, lock_folder(self.path)
+            unlock(before)
         return notice
 
     def abandon(self) -> None:
@@ -64,6 +71,7 @@ class RunFolder:
         if (self.path / "run.json").exists():
             return
         shutil.rmtree(self.path / "ranks", ignore_errors=True)
+        (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody has put something there: it stays
             for folder in self._made:
                 folder.rmdir()
@@ -82,6 +90,17 @@ class RunFolder:
             kept = next(p for n in range(1, 10_000) if not (p := self.path / f"config-{n}.yaml").exists())
             shutil.copy(file, kept)
         return [f"{key}: {before.get(key)} → {now.get(key)}" for key in changed]
+
+    def batch_so_far(self) -> tuple[int, int] | None:
+        """The global batch of the run in this folder, and the number of devices it was chosen for."""
+        try:
+            batch = json.loads((self.path / "run.json").read_text())["batch"]
+            return int(batch["global"]), int(batch["chosen_for"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def evaluated_at(self, step: int) -> bool:
+        return any("eval" in record and record["step"] == step for record in self.metrics())
 
     def describe(self, config: Config, facts: dict[str, Any]) -> None:
         (self.path / "config.yaml").write_text(dump_config(config))
@@ -124,6 +143,8 @@ class RunFolder:
         for stream in self._streams.values():
             with contextlib.suppress(OSError):
                 stream.close()
+        unlock(self._lock)
+        self._lock = None
 
     def _append(self, file: Path, record: dict[str, Any]) -> None:
         if file not in self._streams:

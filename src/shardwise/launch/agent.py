@@ -1,0 +1,245 @@
+"""torchrun's elastic agent, and what it does not decide: who was guilty, whether to start again, and when to leave.
+
+The agent starts the ranks of this machine, notices when one ends, and starts all of them again. Here it also looks whether
+they still do something, ends at once those that wait for a dead one, and does not repeat what cannot succeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
+from shardwise.watch.beats import Phase, read_beats
+from shardwise.watch.failures import read_failures
+from shardwise.watch.oversee import Overseer
+from shardwise.watch.verdict import Kind, Verdict
+
+AGAIN = 75
+"""The exit code of a run that was asked to leave, and did with a checkpoint: run it again (EX_TEMPFAIL)."""
+INTERRUPTED = 130
+"""The same, by Ctrl-C."""
+GRACE = 2.0
+"""Seconds that ranks have to end by themselves when another has died: they can only wait for it."""
+TO_STOP = 10.0
+"""Seconds without a sign of life after which a rank that was asked to leave will not."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the agent runs, and how it is to react."""
+
+    entry: Callable[..., int]
+    args: tuple[Any, ...]
+    run_folder: Path
+    checkpoints: Path
+    hang_timeout: float
+    restart_on_hang: bool
+
+
+class Agent(LocalElasticAgent):
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, job: Job, scratch: Path) -> None:
+        super().__init__(spec=spec, logs_specs=logs, start_method="forkserver")
+        self.job, self.scratch = job, scratch
+        self.overseer = Overseer(scratch, job.run_folder, job.hang_timeout)
+        self.asked: int | None = None
+        """The signal by which the run was asked to leave."""
+        self.verdict: Verdict | None = None
+        """On the last failure."""
+        self.final: str | None = None
+        """Why it is not started again, where that needs a word."""
+        self._asked_at = 0.0
+        self._attempt = 0
+        self._ended: dict[int, tuple[int, float]] = {}
+        """Exit code of ranks that ended by themselves, and when, by local rank."""
+        self._ended_here: set[int] = set()
+        """Local ranks that were ended from here."""
+        self._looked_at = 0.0
+        self._before: tuple[str, int | None] | None = None
+        """The error of the attempt before, and its step."""
+
+    # ---------------------------------------------------------------- asked to leave
+
+    def ask(self, number: int) -> None:
+        """A signal: the ranks are to save and leave. A second one ends everything at once. Called by another thread."""
+        code = INTERRUPTED if number == signal.SIGINT else AGAIN
+        if self.asked is not None:
+            # A scheduler may send several at a time, a terminal does not.
+            if number == signal.SIGINT or time.monotonic() - self._asked_at > 0.5:
+                self._leave_at_once(code)
+            return
+        self.asked, self._asked_at = number, time.monotonic()
+        if not self._pids():
+            say(f"{signal.Signals(number).name}: left before the ranks had begun")
+            self._leave_at_once(code)
+        again = "Ctrl-C again to stop at once" if number == signal.SIGINT else "a second signal stops at once"
+        say(f"stopping before the next step; {again}")
+        self._tell()
+
+    def _tell(self) -> None:
+        for pid in self._pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _leave_at_once(self, code: int) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        os._exit(code)  # the ranks die with this process
+
+    def _pids(self) -> list[int]:
+        return [process.pid for process in self._processes() if process.is_alive() and process.pid]
+
+    def _processes(self) -> list[Any]:
+        context: Any = self._pcontext
+        return list(context._pc.processes) if context is not None and context._pc is not None else []
+
+    # ---------------------------------------------------------------- the agent's own turns
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.overseer.forget()
+        self._ended, self._ended_here = {}, set()
+        job = self.job
+        worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
+        self._attempt += 1
+        started = super()._start_workers(worker_group)
+        if self.asked is not None:  # in between
+            self._tell()
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        hang = self._look_for_a_hang()
+        self._settle_the_dead()
+        result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._after_a_failure(worker_group, hang)
+        elif result.state == WorkerState.SUCCEEDED and self._others_left(result):
+            say("other machines have left or joined; going on with those that are there")
+            self._restart_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+        return result
+
+    def _others_left(self, result: RunResult) -> bool:
+        """All ranks have saved and left, and nobody asked it of this machine: it goes on with whoever is left."""
+        elastic = self._rdzv_handler.settings.max_nodes > 1  # type: ignore[attr-defined]
+        return elastic and self.asked is None and set(result.return_values.values()) == {AGAIN}
+
+    def _exit_barrier(self) -> None:
+        """Machines end together; one that was asked to leave does not wait for those that go on without it."""
+        if self.asked is None:
+            super()._exit_barrier()
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Machines have joined or left: the ranks save and leave, as long as that takes; those that do nothing are ended."""
+        if self._pids():
+            self._tell()
+            counters: dict[int, int] = {}
+            sign = time.monotonic()
+            while self._pids():
+                beats = read_beats(self.scratch)
+                now = {rank: beat.counter for rank, beat in beats.items()}
+                if now != counters:
+                    counters, sign = now, time.monotonic()
+                saving = any(beat.phase is Phase.SAVE for beat in beats.values())
+                if time.monotonic() - sign > (self.job.hang_timeout if saving else TO_STOP):
+                    break
+                if self._pcontext is None or self._pcontext.wait(
+                    0
+                ):  # takes their results, without which they do not end
+                    break
+                time.sleep(0.05)
+            self._kill(self._processes())
+        super()._stop_workers(worker_group)
+
+    # ---------------------------------------------------------------- ranks that end
+
+    def _settle_the_dead(self) -> None:
+        """Once a rank has died, the others can only wait for it: they get a moment to say so, and are ended."""
+        processes = self._processes()
+        if not self._note_ends(processes):
+            return
+        give_up = time.monotonic() + GRACE
+        while any(process.is_alive() for process in processes) and time.monotonic() < give_up:
+            time.sleep(0.02)
+            self._note_ends(processes)
+        self._kill(processes)
+
+    def _note_ends(self, processes: list[Any]) -> bool:
+        """Whether a rank has ended other than well."""
+        for rank, process in enumerate(processes):
+            if process.exitcode and rank not in self._ended and rank not in self._ended_here:
+                self._ended[rank] = process.exitcode, time.time()
+        return bool(self._ended)
+
+    def _kill(self, processes: list[Any]) -> None:
+        for rank, process in enumerate(processes):
+            if process.is_alive():
+                self._ended_here.add(rank)
+                process.kill()
+        for process in processes:
+            process.join(30)
+
+    def _look_for_a_hang(self) -> Verdict | None:
+        now = time.monotonic()
+        if now - self._looked_at < min(1.0, self.job.hang_timeout / 4):
+            return None
+        self._looked_at = now
+        verdict = self.overseer.look()
+        if verdict is not None:
+            self._kill(self._processes())
+        return verdict
+
+    def _after_a_failure(self, worker_group: WorkerGroup, hang: Verdict | None) -> None:
+        by_rank = {worker_group.workers[local].global_rank: end for local, end in self._ended.items()}
+        verdict = self.verdict = hang or self.overseer.judge(by_rank)
+        self.final = self._why_not_again(verdict, hang is not None)
+        if self.final is not None or not self._remaining_restarts:
+            self._remaining_restarts = 0
+            return
+        total = worker_group.spec.max_restarts
+        step = newest_step(self.job.checkpoints)
+        say(
+            f"{verdict.sentence}\nrestart {total - self._remaining_restarts + 1} of {total}: "
+            + (f"going on from step {step}" if step is not None else "from the beginning, there is no checkpoint yet")
+        )
+
+    def _why_not_again(self, verdict: Verdict, hang: bool) -> str | None:
+        """None: it may well succeed the next time."""
+        if self.asked is not None:
+            return ""
+        if hang and not self.job.restart_on_hang:
+            return "training.on_hang: stop"
+        if verdict.kind is not Kind.ERROR:
+            return None
+        errors = read_failures(self.scratch)
+        error = errors.get(verdict.guilty[0])
+        beat = read_beats(self.scratch).get(verdict.guilty[0])
+        if error is None:
+            return None
+        if error.for_user:
+            return ""
+        if self._attempt == 1 and (beat is None or beat.phase.starting):
+            return ""  # it never got going: the same would happen again
+        before, self._before = self._before, (error.message, verdict.step)
+        return "the same error as before the restart" if before == self._before else None
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def newest_step(checkpoints: Path) -> int | None:
+    """Of the checkpoints that are in place."""
+    names = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    steps = [int(match[1]) for path in names if (match := re.fullmatch(r"step-(\d{8,})", path.name))]
+    return max(steps, default=None)

@@ -1,0 +1,62 @@
+"""One rank that the launcher started: its signs of life, its place in the code on request, its error written down."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch.environment import ATTEMPT
+from shardwise.launch.server import die_with
+from shardwise.watch.beats import Phase, beat, begin_beats, end_beats
+from shardwise.watch.failures import record_failure
+from shardwise.watch.oversee import stack_file
+
+
+def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, attempt: int) -> int:
+    """Called by the agent, in the rank's process. Returns its exit code."""
+    from shardwise.launch import warm
+
+    die_with(warm.server)
+    os.environ[ATTEMPT] = str(attempt)
+    rank = int(os.environ["RANK"])
+    with watched(Path(beats), rank, int(os.environ["WORLD_SIZE"])):
+        try:
+            return entry(*args)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):  # asked twice
+                os._exit(128 + signal.SIGINT)
+            if isinstance(error, SystemExit):
+                error = LaunchError(f"rank {rank}: the task called sys.exit({error.code}) during the run")
+            record_failure(error, Path(beats), rank)
+            sys.stdout.flush()
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            # Not by raising: what hangs in a group of ranks, or in a loader worker, must not keep a rank that has failed.
+            os._exit(1)
+
+
+@contextmanager
+def watched(beats: Path, rank: int, world: int) -> Iterator[None]:
+    """This process can be looked at from outside: what it does, and by SIGUSR2 where in the code it is."""
+    with stack_file(beats, rank).open("w") as stack:
+        faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True, chain=False)
+        faulthandler.enable(file=stack)  # a crash leaves its place too
+        begin_beats(beats, rank, world)
+        try:
+            yield
+        finally:
+            beat(Phase.END)
+            end_beats()
+            faulthandler.unregister(signal.SIGUSR2)
+            faulthandler.disable()
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)

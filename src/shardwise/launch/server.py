@@ -1,0 +1,51 @@
+"""The process that ranks are forked from: it has imported everything already, so that a rank is there in a moment.
+
+It never touches a GPU: a process that has asked the CUDA driver cannot hand a working one to those it forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+
+LAUNCHER = "SHARDWISE_LAUNCHER"
+REHEARSED = "SHARDWISE_REHEARSED"
+
+
+def start_server(
+    preload: Sequence[str],
+    rehearsed: tuple[Path, Sequence[str]] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Begin to import the modules `preload`, in a process of its own. `rehearsed`: a config whose model is built there.
+
+    Called by the main thread: the kernel ends the server together with the thread that started it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["shardwise.launch.warm", *preload])
+    before = dict(os.environ)
+    os.environ.update(environment or {})
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[REHEARSED] = json.dumps([str(rehearsed[0]), *rehearsed[1]] if rehearsed else [])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def die_with(parent: int) -> None:
+    """Ask the kernel to end this process when its parent ends, even by SIGKILL."""
+    with contextlib.suppress(OSError, AttributeError):
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request was in place
+        os._exit(1)

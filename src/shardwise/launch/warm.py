@@ -1,0 +1,38 @@
+"""Imported by the server that ranks are forked from, so that none of them has to import it again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+
+from shardwise.launch.server import LAUNCHER, REHEARSED, die_with
+
+# The ranks hold the pipe by which the server would notice that its launcher is gone, so the kernel has to see to it.
+if _launcher := os.environ.pop(LAUNCHER, None):
+    die_with(int(_launcher))
+
+import torch
+
+from shardwise.config import load_config
+from shardwise.config.load import make_task
+
+server = os.getpid()
+
+# The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13). A step here would ask the GPU
+# whether it is capturing a graph (torch 2.11), and then no rank forked from here could use it.
+importlib.import_module("torch._dynamo")
+
+# So does the first save of a tensor, in tenths of a second.
+torch.save(torch.zeros(1), io.BytesIO())
+
+# So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
+# once, on no device. Whatever is wrong with it, its rank will say so.
+with contextlib.suppress(Exception):
+    if _rehearsed := json.loads(os.environ.pop(REHEARSED, "[]")):
+        _task = make_task(load_config(_rehearsed[0], _rehearsed[1:]))
+        with torch.device("meta"):
+            _task.build_model()
+        del _task

@@ -1,0 +1,231 @@
+"""A run that loses ranks: started again by itself, judged in one sentence, and in the end the same run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardwise.cli.train import duration, node_range
+from shardwise.engine.stop import Stop
+from shardwise.launch.environment import attempt
+from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise
+from tests.cli.test_train import checksums, curve
+
+RAGGED = """
+task: tests.tasks:{task}
+name: ragged
+training:
+  batch_size: 3
+  max_epochs: 2
+  checkpoint_every_n_steps: 2
+  log_every_n_steps: 1
+  optimizer: {{lr: 0.01}}
+  hang_timeout: 8
+"""
+
+
+def write(folder: Path, task: str = "Faulty") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "ragged.yaml").write_text(RAGGED.format(task=task))
+    return folder
+
+
+def verdicts(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/ragged/verdicts.jsonl").read_text().splitlines()]
+
+
+def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_undisturbed_run(tmp_path: Path) -> None:
+    whole, torn = write(tmp_path / "whole"), write(tmp_path / "torn")
+    assert shardwise(whole, "train", "ragged.yaml").returncode == 0
+    done = shardwise(
+        torn, "train", "ragged.yaml", "--max-restarts", "5", FAULTS="kill:1:2,stop:0:4,hang:1:4,crash:0:3,raise:1:4"
+    )
+    assert done.returncode == 0, done.stderr
+    assert curve(torn) == curve(whole)
+    assert checksums(torn) == checksums(whole)
+    kinds = [(verdict["kind"], verdict["guilty"]) for verdict in verdicts(torn)]
+    assert kinds == [("killed", [1]), ("paused", [0]), ("hang", [1]), ("crash", [0]), ("error", [1])]
+    assert done.stderr.count("restart ") == 5 and "Traceback" not in done.stderr
+    assert "restart 1 of 5: from the beginning, there is no checkpoint yet" in done.stderr
+    assert "restart 2 of 5: going on from step 2" in done.stderr
+    hang = verdicts(torn)[2]["sentence"]
+    assert hang.startswith("rank 1 is in the computation of step") and "(tests/tasks.py:" in hang
+    assert "; rank 0 waits in the reduction of gradients of step" in hang
+    assert "time.sleep" not in hang and (torn / "runs/ragged/ranks/rank-0001.stack").exists()
+    assert "OSError: a passing trouble (tests/tasks.py:" in verdicts(torn)[4]["sentence"]
+
+
+def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path: Path) -> None:
+    whole, torn = write(tmp_path / "whole"), write(tmp_path / "torn")
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["-m", "shardwise", "train", "ragged.yaml"]
+    assert shardwise(whole, "train", "ragged.yaml").returncode == 0
+    # With the store that torchrun shares by default, a restarted rank may dial a dead one (torch 2.13).
+    done = run_program(command, torn, FAULTS="hang:1:4", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert done.returncode == 0, done.stderr
+    assert "verdict: rank 1 is in the computation of step 4 (tests/tasks.py:" in done.stderr
+    assert curve(torn) == curve(whole)
+
+
+@contextmanager
+def launcher(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A launcher, and a way to wait for a line of it."""
+    process = subprocess.Popen(
+        [SHARDWISE, "train", "ragged.yaml", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    news = threading.Condition()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with news:
+                lines.append(line)
+                news.notify_all()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def wait_for(text: str) -> None:
+        with news:
+            come = news.wait_for(lambda: any(text in line for line in lines), timeout=90)
+            assert come, f"{text!r} never came:\n{''.join(lines)}"
+            lines.clear()
+
+    try:
+        yield process, wait_for
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        reader.join()
+
+
+def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(tmp_path: Path) -> None:
+    """Two launchers as two machines, one rank each: one joins, leaves by a signal, joins again, and is killed."""
+    whole, parts = write(tmp_path / "whole", "Ragged"), write(tmp_path / "parts", "Slow")
+    same = [
+        "--set",
+        "training.scheduler={name: constant}",
+        "--set",
+        "training.max_epochs=99",
+        "--set",
+        "training.num_gpus=1",
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = ["--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}", *same]
+    alone, both = (
+        "batch 3 per device × 1 accumulation × 1 devices = 3",
+        "batch 3 per device × 1 accumulation × 2 devices → 3",
+    )
+    with launcher(parts, *meeting, "--node-host") as (host, host_says):
+        host_says(alone)
+        with launcher(parts, *meeting) as (guest, _):
+            host_says("2 devices now, 1 when the run began: accumulation 1, the global batch stays 3")
+            host_says(both)
+            host_says("checkpoint runs/ragged/checkpoints/step")
+            guest.terminate()
+            assert guest.wait(timeout=60) == 75
+        host_says("other machines have left or joined")
+        host_says(alone)
+        with launcher(parts, *meeting) as (guest, _):
+            host_says(both)
+            host_says("checkpoint runs/ragged/checkpoints/step")
+            family = psutil.Process(guest.pid).children(recursive=True)
+            guest.kill()
+            host_says("rank 0 lost the connection to rank 1, whose machine or link is gone")
+            _, alive = psutil.wait_procs(family, timeout=10)
+            assert not alive
+        host_says(alone)
+        host_says("checkpoint runs/ragged/checkpoints/step")
+        host.terminate()
+        assert host.wait(timeout=60) == 75
+    b = curve(parts)
+    assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
+    a = curve(whole)
+    assert [step for step, *_ in a] == [step for step, *_ in b]
+    assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1h50m", 6600),
+        ("90s", 90),
+        ("2h", 7200),
+        ("1:50:00", 6600),
+        ("5:30", 330),
+        ("45", 45),
+        ("1d2h", 93600),
+        ("1.5s", 1.5),
+    ],
+)
+def test_times_are_written_as_people_do(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1h50", "-5s", "1:2:3:4", "h"])
+def test_what_is_no_time_is_answered(text: str) -> None:
+    with pytest.raises(Exception, match="is no time: write 1h50m"):
+        duration(text)
+
+
+def test_numbers_of_machines() -> None:
+    assert node_range("1:4") == (1, 4) and node_range("2") == (2, 2)
+    for wrong in ("0:2", "3:2", "many", ":2"):
+        with pytest.raises(Exception, match="must be MIN:MAX"):
+            node_range(wrong)
+
+
+def test_what_cannot_go_together_is_said_before_anything_starts(tmp_path: Path) -> None:
+    from shardwise.cli import main
+
+    (tmp_path / "ragged.yaml").write_text(RAGGED.format(task="Ragged"))
+    config = str(tmp_path / "ragged.yaml")
+    for arguments in (
+        ["--nodes", "1:2"],
+        ["--rendezvous", "host:1"],
+        ["--nodes", "1:2", "--rendezvous", "host"],
+        ["--nodes", "1:2", "--rendezvous", "host:1", "--fresh"],
+        ["--nodes", "1:2", "--rendezvous", "host:1", "--resume", "latest"],
+        ["--max-restarts", "-1"],
+    ):
+        assert main(["train", config, *arguments]) == 2
+
+
+def test_the_time_is_up_when_a_save_and_two_steps_would_no_longer_fit() -> None:
+    import time
+
+    def stop(left: float) -> Stop:
+        """Of 100 seconds, of which 5 are kept in reserve."""
+        made = Stop(after=100.0, began=time.monotonic() - 100.0 + left)
+        made.stepped(10.0)
+        made.saved(20.0)
+        return made
+
+    assert not stop(left=20 + 2 * 10 + 5 + 1).requested
+    assert stop(left=20 + 2 * 10 + 5 - 1).requested
+    assert not Stop().requested
+
+
+def test_how_often_ranks_were_started_before_is_what_the_launcher_or_torchrun_says() -> None:
+    assert attempt({}) == 0
+    assert attempt({"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
+    assert attempt({"TORCHELASTIC_RESTART_COUNT": "0", "SHARDWISE_ATTEMPT": "3"}) == 3

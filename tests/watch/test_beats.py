@@ -1,0 +1,127 @@
+"""Signs of life: written into a mapped page, read by another process; and the kernel's word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardwise.watch import kernel
+from shardwise.watch.beats import Phase, beat, begin_beats, end_beats, file_of, read_beats
+from shardwise.watch.kernel import MemoryWord, children_of, cpu_seconds, state_of
+from shardwise.watch.oversee import Overseer
+
+
+@pytest.fixture
+def beating(tmp_path: Path) -> Iterator[Path]:
+    begin_beats(tmp_path, rank=3, world=4)
+    yield tmp_path
+    end_beats()
+
+
+def test_a_beat_says_who_does_what_since_when(beating: Path) -> None:
+    beat(Phase.COMPUTE, 41)
+    first = read_beats(beating)[3]
+    assert (first.rank, first.world, first.pid, first.phase, first.step) == (3, 4, os.getpid(), Phase.COMPUTE, 41)
+    assert 0 <= time.monotonic() - first.since < 60
+    beat(Phase.UPDATE)
+    second = read_beats(beating)[3]
+    assert (second.phase, second.step, second.counter) == (Phase.UPDATE, 41, first.counter + 1)
+
+
+def test_without_a_folder_a_beat_does_nothing() -> None:
+    end_beats()
+    beat(Phase.COMPUTE, 1)
+
+
+def test_a_file_that_is_no_beat_is_passed_over(beating: Path) -> None:
+    file_of(beating, 7).write_bytes(b"x" * 300)
+    file_of(beating, 8).write_bytes(b"")
+    assert set(read_beats(beating)) == {3}
+
+
+def test_every_phase_has_words() -> None:
+    assert all(phase.words for phase in Phase)
+    assert [phase for phase in Phase if phase.starting] == [Phase.START, Phase.PREPARE, Phase.RESUME]
+
+
+def test_a_rank_that_beats_is_left_alone_and_one_that_does_not_is_judged(beating: Path, tmp_path: Path) -> None:
+    overseer = Overseer(beating, tmp_path / "run", hang_timeout=1e-9)
+    beat(Phase.COMPUTE, 1)
+    assert overseer.look() is None
+    beat(Phase.COMPUTE, 2)
+    assert overseer.look() is None, "it has beaten since"
+    verdict = overseer.look()
+    assert verdict is not None and verdict.guilty == (3,)
+
+
+def test_a_rank_that_starts_up_and_works_is_no_hang(
+    beating: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overseer = Overseer(beating, tmp_path / "run", hang_timeout=1e-9)
+    used = 0.0
+
+    def cpu(pid: int) -> float:
+        nonlocal used
+        used += 1000.0
+        return used
+
+    monkeypatch.setattr("shardwise.watch.oversee.cpu_seconds", cpu)
+    beat(Phase.PREPARE, 0)
+    assert [overseer.look() for _ in range(3)] == [None] * 3
+    monkeypatch.setattr("shardwise.watch.oversee.cpu_seconds", lambda pid: used)
+    assert overseer.look() is not None
+
+
+def test_the_kernel_says_what_state_a_process_is_in() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert process.pid in children_of(os.getpid())
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert state_of(process.pid) == "T"
+        process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
+    assert state_of(process.pid) == "" and cpu_seconds(process.pid) == 0.0
+    assert cpu_seconds(os.getpid()) > 0
+
+
+def test_a_counter_of_the_control_group_that_went_up_is_the_kernels_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\noom 0\noom_kill 2\n")
+    monkeypatch.setattr(kernel, "_oom_files", lambda: [events, tmp_path / "absent"])
+    monkeypatch.setattr(kernel, "_open_log", lambda: None)
+    word = MemoryWord()
+    assert word.on(1) is None
+    events.write_text("low 0\noom 1\noom_kill 3\n")
+    assert word.on(1) == f"{events} counts 1 more"
+
+
+def test_the_kernels_log_names_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    monkeypatch.setattr(kernel, "_oom_files", list)
+    monkeypatch.setattr(kernel, "_open_log", lambda: reader)
+    word = MemoryWord()
+    os.write(writer, b"3,100,5,-;Memory cgroup out of memory: Killed process 4711 (python) total-vm:1kB\n")
+    assert word.on(4712) is None
+    said = word.on(4711)
+    assert said is not None and "Killed process 4711" in said
+    os.close(reader), os.close(writer)
+
+
+def test_the_overseer_needs_neither_torch_nor_pydantic() -> None:
+    """Where others started the ranks it is a process of its own, which must be small."""
+    check = "import sys, shardwise.watch.oversee; sys.exit(', '.join({'torch', 'pydantic', 'numpy'} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,77 @@
+"""One folder, one run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.errors import LaunchError
+from shardwise.watch.lock import lock_folder, unlock
+from shardwise.watch.run_folder import RunFolder
+
+HOLD = """
+import os, sys
+from pathlib import Path
+from shardwise.watch.lock import lock_folder
+lock_folder(Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    sys.stdin.read()  # a loader worker, which outlives its rank
+    os._exit(0)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_with_who_holds_it_until_that_one_dies(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        for options in ({"resume": True, "fresh": False}, {"resume": False, "fresh": True}):
+            with pytest.raises(LaunchError) as refused:
+                RunFolder(tmp_path).claim(**options, command="shardwise train")
+            assert f"is in use by a run that is going on (process {first.pid} on {os.uname().nodename}, since" in str(
+                refused.value
+            )
+            assert "--set run_dir=" in str(refused.value)
+        first.kill()
+        first.wait()
+        folder = RunFolder(tmp_path)
+        folder.claim(resume=True, fresh=False, command="shardwise train")
+        folder.close()
+
+
+def test_a_fresh_run_holds_the_new_folder_and_lets_go_of_the_old(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    folder = RunFolder(run)
+    notice = folder.claim(resume=False, fresh=True, command="shardwise train")
+    assert notice == f"the earlier run was moved to {tmp_path / 'run-1'}"
+    check = "import sys; from pathlib import Path; from shardwise.watch.lock import lock_folder; lock_folder(Path(sys.argv[1]))"
+    free, held = (
+        subprocess.run(
+            [sys.executable, "-c", check, str(each)], capture_output=True, timeout=60, check=False
+        ).returncode
+        for each in (tmp_path / "run-1", run)
+    )
+    assert (free, held) == (0, 1)
+    assert str(os.getpid()) in (run / ".lock").read_text()
+    folder.close()
+
+
+def test_storage_without_locks_is_no_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+    import fcntl
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert lock_folder(tmp_path) is None
+    unlock(None)
