@@ -184,7 +184,7 @@ def test_a_signal_in_an_evaluation_gives_it_up_and_the_run_makes_up_for_it(ranks
     whole = tmp_path / "whole"
     whole.mkdir()
     steps = fit(ranks, whole, EVALUATES)["steps"]
-    for at, stopped_at in ((5, 3), (14, steps)):
+    for at, stopped_at in ((5, 3), (11, steps)):
         parts = tmp_path / str(at)
         parts.mkdir()
         job = functools.partial(_fit_signalled, "tests.tasks.Ragged.evaluate", at)

@@ -115,6 +115,23 @@ def test_when_all_ranks_wait_at_one_place_nobody_is_blamed() -> None:
     assert "ranks 0 to 3 wait in all_reduce of step 41, and none of them is late" in verdict.sentence
 
 
+def test_a_rank_that_left_alone_took_another_branch() -> None:
+    verdict = judged(seen(0, Phase.AGREE, 9, ALL_REDUCE, world=2), seen(1, Phase.END, 8, world=2), world=2)
+    assert verdict.kind is Kind.MISMATCH and verdict.guilty == (1,)
+    assert verdict.sentence.startswith("rank 1 has come to the end; rank 0 waits in all_reduce of step 9")
+    held_up = judged(seen(0, Phase.SAVE, 9, USERS, world=2), seen(1, Phase.END, 9, world=2), world=2)
+    assert held_up.guilty == (0,)
+
+
+def test_a_host_that_waits_for_its_gpu_waits_for_the_others() -> None:
+    own = Stack((Frame(f"{OURS}/engine/step.py", 140, "run_step"),))
+    verdict = judged(
+        seen(0, Phase.UPDATE, 5, own, world=2, busy=True), seen(1, Phase.COMPUTE, 5, USERS, world=2), world=2
+    )
+    assert verdict.guilty == (1,)
+    assert verdict.sentence.endswith("rank 0 waits in the work of its device of step 5")
+
+
 def test_a_rank_that_has_not_begun_is_no_riddle() -> None:
     verdict = judged(Sighting(0, None, Stack()), Sighting(1, None, Stack()), world=2)
     assert verdict.guilty == (0, 1) and "rank 0 is in start-up" in verdict.sentence

@@ -57,7 +57,9 @@ class Stop:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """From the beginning of a rank to its end."""
-        before = {number: signal.signal(number, self._ask) for number in ASKED_BY}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [number for number in ASKED_BY if number != signal.SIGHUP or not under_nohup]
+        before = {number: signal.signal(number, self._ask) for number in numbers}
         try:
             yield
         finally:

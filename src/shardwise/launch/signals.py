@@ -12,6 +12,11 @@ from multiprocessing import resource_tracker
 TAKEN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
+def ignored(number: int) -> bool:
+    """Under nohup a closed terminal is no reason to leave."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
 @contextmanager
 def signals_to(tell: Callable[[int], None]) -> Iterator[None]:
     """Every signal that asks for an end goes to `tell`, in a thread of its own.
@@ -31,7 +36,8 @@ def signals_to(tell: Callable[[int], None]) -> Iterator[None]:
     # Starting multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
     resource_tracker.ensure_running()
     # Without a handler nothing is written to the socket.
-    handlers = {number: signal.signal(number, lambda number, frame: None) for number in TAKEN}
+    taken = [number for number in TAKEN if not ignored(number)]
+    handlers = {number: signal.signal(number, lambda number, frame: None) for number in taken}
     wakeup = signal.set_wakeup_fd(writer.fileno())
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     listener = threading.Thread(target=listen, name="signals", daemon=True)

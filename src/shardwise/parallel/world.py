@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from shardwise.errors import LaunchError, ShardwiseError
 
@@ -122,7 +122,7 @@ class World:
         self.connected = False
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
+def _store(rank: int, size: int, timeout: timedelta) -> Store | None:
     """Where the ranks find each other; None: as the environment says.
 
     PyTorch's own store listens on every network of the machine (torch 2.13). Ranks that meet on the loopback are all on one
@@ -134,22 +134,14 @@ def _store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if address not in ("127.0.0.1", "localhost") or port is None or agents:
         return None
-    listening = -1
+    listening: int | None = None
     if rank == 0:
         with socket.socket() as own:
             own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             own.bind(("127.0.0.1", int(port)))
             own.listen(1024)
             listening = own.detach()
-    tcp = dist.TCPStore(
-        "127.0.0.1",
-        int(port),
-        size,
-        is_master=rank == 0,
-        timeout=timeout,
-        **({"master_listen_fd": listening} if rank == 0 else {}),
-    )
-    return dist.PrefixStore("shardwise", tcp)
+    return TCPStore("127.0.0.1", int(port), size, rank == 0, timeout, master_listen_fd=listening)
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

@@ -153,11 +153,18 @@ def _on_the_silent(seen: list[Sighting], world: int, now: float) -> Verdict:
     ended = [each for each in seen if each.state in ("", "Z")]
     waiting = [each for each in seen if each not in paused and each not in ended and _waits_in(each)]
     busy = [each for each in seen if each not in paused and each not in ended and each not in waiting]
+    done = [each for each in busy if each.beat and each.beat.phase is Phase.END]
+    busy = [each for each in busy if each not in done] or ([] if waiting else done)
     about_waiting = _those_who_wait(waiting)
     for guilty, kind in ((ended, Kind.SILENT), (paused, Kind.PAUSED), (busy, Kind.HANG)):
         if guilty:
             said = [*_each(guilty, kind, now), *about_waiting]
             return Verdict(kind, "; ".join(said), tuple(each.rank for each in guilty), _step(guilty[0]))
+    if done:
+        names = [each.rank for each in done]
+        ahead = f"{ranks(names)} {'has' if len(names) == 1 else 'have'} come to the end"
+        sentence = f"{'; '.join([ahead, *about_waiting])}: all ranks must take the same branch"
+        return Verdict(Kind.MISMATCH, sentence, tuple(names), _step(done[0]))
     groups = _groups(waiting)
     if len(groups) > 1:
         return _on_a_mismatch(groups)
@@ -179,7 +186,14 @@ def _waits_in(each: Sighting) -> str | None:
         return each.stack.collective
     if each.stack.in_backward and not each.busy:
         return "the reduction of gradients"
+    # On a GPU the host goes ahead and waits where it needs a number; its device waits for the others' meanwhile.
+    own = each.stack.frames[0] if each.stack.frames else None
+    if own is not None and own.is_ours and not own.is_users and each.beat and each.beat.phase in _ON_THE_DEVICE:
+        return "the work of its device"
     return None
+
+
+_ON_THE_DEVICE = (Phase.COMPUTE, Phase.UPDATE)
 
 
 def _each(guilty: list[Sighting], kind: Kind, now: float) -> Iterable[str]:
