@@ -10,7 +10,9 @@ from pathlib import Path
 from types import FrameType
 
 from shardwise.config import Config
+from shardwise.engine.batch_size import settled_before
 from shardwise.engine.monitor import Monitor, Outcome
+from shardwise.engine.numbers import may_roll_back
 from shardwise.engine.session import Session
 from shardwise.watch.console import Console
 from shardwise.watch.run_folder import RunFolder, user_command
@@ -18,6 +20,7 @@ from shardwise.watch.run_folder import RunFolder, user_command
 
 def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_ranks: bool = False) -> Outcome:
     """Train as the config says. Called by every rank."""
+    config = settled_before(config) if resume else config
     with Session(config) as session:
         folder = RunFolder(Path(config.run_folder), session.world.rank)
         notice = session.world.on_first(
@@ -47,15 +50,22 @@ def fit(config: Config, *, resume: str | None = None, fresh: bool = False, all_r
 def _train(session: Session, monitor: Monitor) -> bool:
     """Returns whether the run was asked to stop before its end."""
     training = session.config.training
-    if training.eval_at_start and session.steps_done == 0:
+    anew = session.steps_done == 0 and session.saved_at is None
+    if training.eval_at_start and anew:
         with monitor.pausing():
             monitor.evaluated(session.evaluate())
+    if may_roll_back(training) and anew:  # to have something to go back to
+        with monitor.pausing():
+            monitor.saved(session.save())
     for batch in session.batches():
         result = session.step(batch)
         if result.stopped:
             if session.saved_at != session.steps_done:
                 monitor.saved(session.save())
             return True
+        if result.rollback:
+            monitor.went_back(result)
+            continue
         monitor.stepped(result)
         done = session.steps_done
         last = done == session.total_steps

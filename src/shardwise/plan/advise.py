@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shardwise.config import Training
-from shardwise.plan.memory import ModelSizes, StateBytes, state_bytes
+from shardwise.parallel.memory import ModelSizes, StateBytes, gib, state_bytes
 
 FOR_ACTIVATIONS = 0.4
 """The share of a device's memory that is left for activations and fragments: less makes for tiny batches."""
@@ -116,7 +116,3 @@ def _lines(chosen: str, fits: list[str], machines: Machines) -> list[str]:
         return ["strategy: fsdp", "fsdp: {cpu_offload: true, activation_checkpointing: true}"]
     extra = ", activation_checkpointing: true" if fits == ["FULL_SHARD"] else ""
     return ["strategy: fsdp", f"fsdp: {{sharding_strategy: {chosen}{extra}}}"]
-
-
-def gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"
