@@ -159,6 +159,13 @@ def test_spikes_are_told_alike_whether_the_run_was_interrupted_or_not(ranks: Ran
     assert_same_weights(tail["weights"], whole["weights"])
 
 
+def test_under_fp16_a_skipped_spike_leaves_the_loss_scale_usable(ranks: RankPool, tmp_path: Path) -> None:
+    more = ["training.on_spike=skip", "training.max_epochs=3", "data.samples=60", "training.precision=16-mixed"]
+    found = ranks.run(1, work.with_session, TEXT.format(task="Jumping"), options("single", tmp_path, *more), _train)[0]
+    assert any("the loss jumped to" in trouble for trouble in found["troubles"])
+    assert all(torch.isfinite(weight).all() for weight in found["weights"].values())
+
+
 class Normed(Task):
     """A model with batch norm, and a sample that is no number."""
 

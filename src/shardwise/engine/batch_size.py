@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import yaml
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -112,6 +113,10 @@ class _Measured:
         except RuntimeError as error:
             if not ran_out(error) or not self.trial.alone:
                 raise
+        except ValueError as error:
+            if size > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            return True  # batch norm cannot take one sample; every rank finds that
         self.trial.put_back()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -137,7 +142,9 @@ class _Predicted:
         kept = {size: trial.run(min(size, len(session.train_data))) for size in (2, 4)}
         trial.put_back()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", session.world.size))
-        mine = (max(kept[2] / 2, (kept[4] - kept[2]) / 2) * BACKWARD, host_memory()[0] / here * (1 - LEFT_FREE))
+        # What does not grow, such as gathered weights, is left out by the difference.
+        growth = (kept[4] - kept[2]) / 2 if kept[4] > kept[2] else kept[2] / 2
+        mine = (growth * BACKWARD, host_memory()[0] / here * (1 - LEFT_FREE))
         everyone = session.world.gather(mine)
         self.per_sample, self.room = max(each for each, _ in everyone), min(room for _, room in everyone)
 
@@ -170,7 +177,7 @@ class _Trial:
         kept: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
+            storage = _local(tensor).untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
@@ -184,7 +191,7 @@ class _Trial:
                     with session.parts.precision.autocast():
                         loss = session.task.loss(self.model, inputs)
                     loss.sum.backward()
-        owned = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        owned = {_local(parameter).untyped_storage().data_ptr() for parameter in self.model.parameters()}
         return float(sum(bytes_ for place, bytes_ in kept.items() if place not in owned))
 
     def put_back(self) -> None:
@@ -209,3 +216,7 @@ class _Trial:
     def _read(self, ids: Any) -> Any:
         read = self.reader.read(Work(ids, (len(ids),), epoch=0))
         return read.inputs if isinstance(self.session.train_data, BatchedSamples) else read.inputs[0]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -93,7 +93,7 @@ def judge(training: Training, norm: float, loss: float | None, losses: Losses, *
         return Verdict("nonfinite", training.on_nonfinite)
     if overflow and not scaled:
         return Verdict("nonfinite", training.on_nonfinite)
-    if training.on_spike != "ignore" and loss is not None and not overflow:
+    if training.on_spike != "ignore" and loss is not None:
         limit = losses.limit(training.spike_factor)
         if lost or loss > limit:
             return Verdict("spike", training.on_spike, limit)
