@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.engine.numbers import BAD_SAMPLES
 from shardwise.tasks import Loss, Task
 from tests.distributed import work
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import FreshRanks, RankPool
 from tests.tasks import Ragged
 
 TEXT = """
@@ -78,6 +78,24 @@ def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(
     assert [record["epoch"] for record in records] == [0, 1]
     assert all(17 in record["samples"] and len(record["samples"]) <= 3 for record in records)
     assert all((record["what"], record["did"], record["loss"]) == ("loss", "rollback", "inf") for record in records)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
+def test_where_ranks_share_one_copy_of_the_model_they_go_back_together(
+    fresh_ranks: FreshRanks, tmp_path: Path, strategy: str
+) -> None:
+    text = TEXT.format(task="Poisoned")
+    few = ["training.gradient_accumulation=2", "training.max_epochs=1", "model.tied=false"]
+    overrides = options(strategy, tmp_path / "a", "training.on_nonfinite=rollback", *few)
+    rolled = fresh_ranks.run(2, work.with_session, text, overrides, _train)[0]
+    assert rolled["rollbacks"] == 1
+    clean = fresh_ranks.run(
+        2, work.with_session, text, options(strategy, tmp_path / "b", *few), _train, rolled["left_out"]
+    )
+    assert clean[0]["rollbacks"] == 0
+    assert_same_weights(rolled["weights"], clean[0]["weights"])
+    (record,) = bad_samples(tmp_path / "a")
+    assert 17 in record["samples"] and len(record["samples"]) <= 3, "those of one micro-batch"
 
 
 def _train(session: Any, left_out: Any = (), until: int | None = None) -> dict[str, Any]:

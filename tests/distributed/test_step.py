@@ -311,3 +311,21 @@ def test_data_that_a_task_makes_at_random_is_the_same_on_every_rank(ranks: RankP
 
 def _data(session: Any) -> list[Tensor]:
     return session.train_data
+
+
+class HungryModel(Ragged):
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2**30, 2**30)
+
+
+class HungryEvaluation(Ragged):
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return {"loss": Loss(torch.empty(2**60, dtype=torch.uint8).sum(), 1)}
+
+
+@pytest.mark.parametrize(
+    ("task", "where"), [(HungryModel, "while the run was prepared"), (HungryEvaluation, "evaluation after step 0")]
+)
+def test_running_out_of_memory_says_what_the_run_was_doing(ranks: RankPool, task: type, where: str) -> None:
+    with pytest.raises(AssertionError, match=f"OutOfMemory: {where}: out of memory: .* were asked for"):
+        ranks.run(1, work.with_session, config(task), ["training.strategy=single"], _evaluate)
