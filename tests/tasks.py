@@ -222,3 +222,15 @@ def sequences(number: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 40, (number,), generator=generator)
     return [torch.randint(0, Ragged.vocabulary, (int(length),), generator=generator) for length in lengths]
+
+
+class Hungry(Ragged):
+    """Rank 1 asks for more memory than there is, in its third step."""
+
+    forwards = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        Hungry.forwards += model.training
+        if os.environ.get("RANK", "1") == "1" and Hungry.forwards == 3:
+            torch.empty(2**60, dtype=torch.uint8)
+        return super().loss(model, batch)

@@ -33,3 +33,11 @@ class CheckpointError(ShardwiseError):
 
 class NonFiniteError(ShardwiseError):
     """The loss or the gradient is no longer a number."""
+
+
+class LossSpike(ShardwiseError):
+    """The loss is far above what it was."""
+
+
+class OutOfMemory(ShardwiseError):
+    """A device has no room for what the run asks of it."""

@@ -73,6 +73,16 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_the_one_shown(tmp_pa
     assert done.stderr.count("Traceback") == 1
 
 
+def test_a_rank_that_runs_out_of_memory_ends_the_job_with_what_filled_it(tmp_path: Path) -> None:
+    write(tmp_path, "Hungry")
+    done = shardwise(tmp_path, "train", "ragged.yaml")
+    assert done.returncode != 0
+    assert "step 3, rank 1: out of memory: 1.07e+09 GiB were asked for" in done.stderr
+    assert "held: weights" in done.stderr and "what to do, in this order" in done.stderr
+    assert "training.batch_size: 1 (training.gradient_accumulation: 3 keeps the numbers the same)" in done.stderr
+    assert "Traceback" not in done.stderr and "Connection" not in done.stderr
+
+
 def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None:
     write(tmp_path)
     done = shardwise(tmp_path, "train", "ragged.yaml", "--set", "data.samples=0")

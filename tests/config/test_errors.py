@@ -89,10 +89,10 @@ def test_a_key_that_is_no_text_is_named_with_its_line() -> None:
 @pytest.mark.parametrize(
     ("path", "written", "shown", "allowed"),
     [
-        (("training", "batch_size"), "eight", "'eight'", "a whole number"),
-        (("training", "batch_size"), "8.5", "8.5", "a whole number"),
-        (("training", "batch_size"), "'8'", "'8'", "a whole number"),
-        (("training", "batch_size"), "true", "True", "a whole number"),
+        (("training", "batch_size"), "eight", "'eight'", "a whole number, or auto"),
+        (("training", "batch_size"), "8.5", "8.5", "a whole number, or auto"),
+        (("training", "batch_size"), "'8'", "'8'", "a whole number, or auto"),
+        (("training", "batch_size"), "true", "True", "a whole number, or auto"),
         (("training", "num_nodes"), "", "None", "a whole number"),
         (("training", "optimizer", "lr"), "fast", "'fast'", "a number"),
         (("training", "optimizer", "lr"), ".inf", "inf", "a finite number"),
@@ -183,7 +183,7 @@ LITERALS = [
 
 def test_the_walk_over_the_schema_finds_its_bounds_and_literals() -> None:
     """Without this, a walk that finds nothing would pass for a schema without mistakes."""
-    assert {("seed",), ("training", "batch_size"), ("training", "fsdp", "min_num_params")} <= {
+    assert {("seed",), ("training", "max_epochs"), ("training", "fsdp", "min_num_params")} <= {
         path for path, *_ in BOUNDS
     }
     assert {("data", "source"), ("training", "precision"), ("training", "optimizer", "name")} <= dict(LITERALS).keys()
@@ -436,7 +436,8 @@ def test_an_override_that_is_not_yaml_is_refused(value: str, problem: str) -> No
 def test_a_wrong_override_is_blamed_and_not_the_line_of_the_file() -> None:
     text = "task: chess\ntraining:\n  batch_size: 8\n  optimizer:\n    lr: 1.0\n"
     assert (
-        complaint(text, ["training.batch_size=0"]) == "--set: training.batch_size: 0 is not allowed. Allowed: 1 or more"
+        complaint(text, ["training.batch_size=0"])
+        == "--set: training.batch_size: 0 is not allowed. Allowed: 1 or more, or auto"
     )
     whole_block = complaint(text, ["training.optimizer={lr: -1}"])
     assert whole_block == "--set: training.optimizer.lr: -1 is not allowed. Allowed: above 0.0"
@@ -448,7 +449,7 @@ def test_a_wrong_override_is_blamed_and_not_the_line_of_the_file() -> None:
 
 def test_a_wrong_line_of_the_file_is_blamed_where_an_override_was_right() -> None:
     message = complaint("task: chess\ntraining:\n  batch_size: 0\n", ["training.max_epochs=3"])
-    assert message == "my.yaml, line 3: training.batch_size: 0 is not allowed. Allowed: 1 or more"
+    assert message == "my.yaml, line 3: training.batch_size: 0 is not allowed. Allowed: 1 or more, or auto"
 
 
 # ---------------------------------------------------------------- tasks of the user's own

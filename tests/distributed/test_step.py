@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.engine.numbers import BAD_SAMPLES
 from shardwise.tasks import Loss, Task
 from tests.distributed import work
 from tests.distributed.pool import RankPool
@@ -65,7 +67,9 @@ def config(task: type) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(ranks: RankPool, strategy: str) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(
+    ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
     size = 1 if strategy == "single" else 2
     batches = ranks.run(
         size, work.train, "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n", [f"training.strategy={strategy}"]
@@ -74,24 +78,28 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_step_rank_and_samples(rank
         (step, rank) for rank, result in enumerate(batches) for step, ids in enumerate(result["ids"]) if 17 in ids
     )
     with pytest.raises(AssertionError) as failure:
-        ranks.run(size, work.train, config(Poisoned), [f"training.strategy={strategy}"])
+        ranks.run(size, work.train, config(Poisoned), [f"training.strategy={strategy}", f"run_dir={tmp_path}"])
     samples = ", ".join(map(str, batches[rank]["ids"][step]))
     assert f"step {step + 1}: the loss is not finite on rank {rank}, samples {samples}." in str(failure.value)
     assert "training.on_nonfinite: skip" in str(failure.value)
+    (line,) = (tmp_path / BAD_SAMPLES).read_text().splitlines()
+    expected = {"what": "loss", "did": "stop", "step": step + 1, "epoch": 0, "rank": rank, "loss": "inf"}
+    assert json.loads(line) == {**expected, "samples": batches[rank]["ids"][step]}
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_bad_step_is_left_out_on_request_and_the_run_goes_on(ranks: RankPool, strategy: str) -> None:
+def test_a_bad_step_is_left_out_on_request_and_the_run_goes_on(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     size = 1 if strategy == "single" else 2
     overrides = [f"training.strategy={strategy}", "training.on_nonfinite=skip", "training.max_epochs=2"]
+    overrides.append(f"run_dir={tmp_path}")
     for result in ranks.run(size, work.train, config(Poisoned), overrides):
         assert result["skipped"] == 2  # once in each epoch
         assert all(torch.isfinite(weight).all() for weight in result["weights"].values())
 
 
-def test_an_infinite_loss_that_no_gradient_shows_is_agreed_on_at_the_next_step(ranks: RankPool) -> None:
+def test_an_infinite_loss_that_no_gradient_shows_is_agreed_on_at_the_next_step(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"step 1: the loss is not finite on rank 1, samples \d+") as failure:
-        ranks.run(2, work.train, config(InfiniteLossFiniteGradient), ["training.strategy=ddp"])
+        ranks.run(2, work.train, config(InfiniteLossFiniteGradient), ["training.strategy=ddp", f"run_dir={tmp_path}"])
     assert str(failure.value).count("step 1: the loss is not finite on rank 1") == 2, "both ranks stop, with one reason"
 
 
@@ -320,3 +328,21 @@ def test_data_that_a_task_makes_at_random_is_the_same_on_every_rank(ranks: RankP
 
 def _data(session: Any) -> list[Tensor]:
     return session.train_data
+
+
+class HungryModel(Ragged):
+    def build_model(self) -> nn.Module:
+        return nn.Linear(2**30, 2**30)
+
+
+class HungryEvaluation(Ragged):
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        return {"loss": Loss(torch.empty(2**60, dtype=torch.uint8).sum(), 1)}
+
+
+@pytest.mark.parametrize(
+    ("task", "where"), [(HungryModel, "while the run was prepared"), (HungryEvaluation, "evaluation after step 0")]
+)
+def test_running_out_of_memory_says_what_the_run_was_doing(ranks: RankPool, task: type, where: str) -> None:
+    with pytest.raises(AssertionError, match=f"OutOfMemory: {where}: out of memory: .* were asked for"):
+        ranks.run(1, work.with_session, config(task), ["training.strategy=single"], _evaluate)

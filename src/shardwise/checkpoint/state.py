@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,12 +45,17 @@ class Progress:
     seed: int
     order: str = ""
     """The name of the order in which samples come, to notice a resume in another one."""
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Of the last steps, where spikes are watched for: a resumed run must find the same ones."""
 
     @classmethod
     def read(cls, folder: Path) -> Progress:
         try:
             fields = dict(read_manifest(folder)["about"])
-            return cls(**{**fields, "cursor": Cursor(**fields["cursor"])})
+            left_out = [(int(epoch), int(consumed)) for epoch, consumed in fields.get("left_out", [])]
+            return cls(**{**fields, "cursor": Cursor(**fields["cursor"]), "left_out": left_out})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {folder} was not written by this version of shardwise: {error}"

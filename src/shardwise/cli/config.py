@@ -69,6 +69,12 @@ def _show(args: argparse.Namespace) -> int:
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
     strategy, device = config.strategy_on(world), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if training.batch_size == "auto":
+        print(dump_config(config), end="")
+        print(
+            f"\n# devices              {world}, strategy {strategy}\n# batch size           found when the run begins"
+        )
+        return 0
     layout = Layout.of(strategy, training, World(rank=0, size=world, device=device, local_rank=0, connected=False))
     batching = resolve_batching(training, layout.data_size)
     refuse_combinations(strategy, training, layout, batching.accumulation)
@@ -99,9 +105,10 @@ def _advise(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
     from shardwise.config.load import OWN, make_task
     from shardwise.errors import ConfigError
+    from shardwise.parallel.memory import gib
     from shardwise.parallel.weights import build_shape
     from shardwise.plan import Machines, ModelSizes, advise
-    from shardwise.plan.advise import gib, tensor_sizes_of
+    from shardwise.plan.advise import tensor_sizes_of
 
     config = load_config(args.config, args.set)
     if config.task == OWN:

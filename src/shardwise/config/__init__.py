@@ -3,7 +3,7 @@
 Every other room may import from here. Nothing in here imports another room, or torch.
 """
 
-from shardwise.config.batching import Batching, resolve_batching, resolve_learning_rate
+from shardwise.config.batching import Batching, resolve_batching, resolve_learning_rate, with_batch_size
 from shardwise.config.load import load_config, parse_config
 from shardwise.config.schema import Block, Config, DataBlock, Ddp, Fsdp, Training
 
@@ -19,4 +19,5 @@ __all__ = [
     "parse_config",
     "resolve_batching",
     "resolve_learning_rate",
+    "with_batch_size",
 ]

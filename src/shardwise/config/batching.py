@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.config.schema import Training
+from shardwise.config.schema import Config, Training
 from shardwise.errors import ConfigError
 
 
@@ -32,15 +32,22 @@ class Batching:
 
 def resolve_batching(training: Training, world: int, *, elastic: bool = False) -> Batching:
     """Accumulation follows from total_batch_size, which must divide evenly, unless the world is whatever is left of it."""
+    size = training.batch_size
+    if size == "auto":
+        raise ConfigError("training.batch_size: auto is found when a run begins; here it must be a number")
     if training.total_batch_size is None:
-        return Batching(world, training.batch_size, training.gradient_accumulation or 1)
-    per_pass = training.batch_size * world
+        return Batching(world, size, training.gradient_accumulation or 1)
+    per_pass = size * world
     accumulation, rest = divmod(training.total_batch_size, per_pass)
     if elastic:
-        return keep_global_batch(Batching(world, training.batch_size, 1), training.total_batch_size)
+        return keep_global_batch(Batching(world, size, 1), training.total_batch_size)
     if rest or not accumulation:
-        raise ConfigError(_what_would_divide(training.total_batch_size, training.batch_size, world, training.num_nodes))
-    return Batching(world, training.batch_size, accumulation)
+        raise ConfigError(_what_would_divide(training.total_batch_size, size, world, training.num_nodes))
+    return Batching(world, size, accumulation)
+
+
+def with_batch_size(config: Config, size: int) -> Config:
+    return config.model_copy(update={"training": config.training.model_copy(update={"batch_size": size})})
 
 
 def keep_global_batch(batching: Batching, global_batch: int) -> Batching:

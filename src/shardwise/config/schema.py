@@ -195,7 +195,9 @@ class Training(Block):
     precision: Annotated[Precision, BeforeValidator(_refuse_later)] = Field(
         "32-true", description="Type of the arithmetic; -mixed keeps fp32 weights, bf16-true does not."
     )
-    batch_size: int = Field(8, ge=1, description="Samples per device and micro-batch.")
+    batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        8, description="Samples per device and micro-batch; auto finds the largest that fits, before training begins."
+    )
     gradient_accumulation: int | None = Field(None, ge=1, description="Micro-batches per step; default 1.")
     total_batch_size: int | None = Field(
         None,
@@ -209,9 +211,10 @@ class Training(Block):
     gradient_clip: float | None = Field(None, gt=0, description="Largest global gradient norm; default: no clipping.")
     max_epochs: int = Field(1, ge=1, description="Passes over the training data.")
     max_steps: int | None = Field(None, ge=1, description="Stop after this many steps even if epochs are left.")
-    on_nonfinite: Literal["stop", "skip"] = Field(
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="A loss or gradient that is no number ends the run; skip leaves out the steps whose gradient is none.",
+        description="A loss or gradient that is no number ends the run; skip leaves out the steps whose gradient is none; "
+        "rollback goes back to the last checkpoint and leaves that global batch out.",
     )
     hang_timeout: float = Field(
         600.0,
@@ -221,6 +224,16 @@ class Training(Block):
     on_hang: Literal["restart", "stop"] = Field(
         "restart", description="What follows: the ranks start again from the last checkpoint, or the run ends."
     )
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = Field(
+        "ignore",
+        description="The same for a loss far above those of the last 100 steps. Costs one small all-reduce per step.",
+    )
+    spike_factor: float = Field(
+        10.0,
+        gt=0,
+        description="A spike is a loss above the median of the last 100 steps by this many times their median deviation.",
+    )
+    max_rollbacks: int = Field(3, ge=1, description="Rollbacks of a run, in all, before it stops.")
     sync_batch_norm: bool | None = Field(
         None,
         description="Batch norm takes its statistics over all ranks; needs CUDA. Default: on CUDA with several ranks.",

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from shardwise.checkpoint import Written
 from shardwise.config import Config
+from shardwise.engine.batch_size import settled_before
 from shardwise.engine.monitor import Monitor, Outcome
+from shardwise.engine.numbers import may_roll_back
 from shardwise.engine.session import Session
 from shardwise.engine.stop import Stop, Stopped
 from shardwise.errors import CheckpointError
@@ -31,6 +33,7 @@ def fit(
     `elastic`: the run goes on by itself, maybe on another number of ranks, and keeps its global batch.
     """
     stop = stop or Stop()
+    config = settled_before(config) if resume else config
     with stop.listening(), Session(config, elastic=elastic) as session:
         session.stop_check = lambda: stop.requested
         folder = RunFolder(Path(config.run_folder), session.world.rank)
@@ -72,17 +75,23 @@ def fit(
 def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
     """Returns whether the run was asked to stop before its end."""
     training = session.config.training
-    if (training.eval_at_start and session.steps_done == 0) or _owes_an_evaluation(session, monitor):
+    anew = session.steps_done == 0 and session.saved_at is None
+    if (training.eval_at_start and anew) or _owes_an_evaluation(session, monitor):
         metrics = _evaluate(session, monitor)
         if metrics is None:
             return _leave(session)
         if session.steps_done and _save_is_due(session):
             _save(session, monitor, metrics)
+    if may_roll_back(training) and anew:  # to have something to go back to
+        _save(session, monitor, None)
     began = time.monotonic()
     for batch in session.batches():
         result = session.step(batch)
         if result.stopped:
             return _leave(session)
+        if result.rollback:
+            monitor.went_back(result)
+            continue
         monitor.stepped(result)
         stop.stepped(time.monotonic() - began)
         metrics = None

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwise.parallel.spread import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
+from shardwise.watch.stragglers import Stragglers, Window
 from shardwise.watch.trackers import Tracker, open_trackers
 
 MUCH_WAITING = 0.1
@@ -52,6 +53,7 @@ class Monitor:
         self.last_loss: float | None = None
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self._window, self._stragglers = Window(), Stragglers()
         self._said_wait = False
         self._idle = self._computing = 0.0
 
@@ -78,6 +80,8 @@ class Monitor:
             f"{session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
+        if session.batch_found:
+            self.console.say(session.batch_found)
         self._mind_the_batch_norm()
         for sentence in about_strategy(session):
             self.console.say(sentence)
@@ -102,13 +106,14 @@ class Monitor:
     def stepped(self, result: StepResult) -> None:
         session = self.session
         self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
+        if result.step > 1:  # the first includes the start of workers, and whatever is made once
+            self._window.add(result.times)
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
-            self.console.say(
-                f"step {done}: gradient not finite, step skipped (all ranks; {session.skipped_steps} so far)"
-            )
+            what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
+            self.console.say(f"step {done}: {what}: step skipped (all ranks; {session.skipped_steps} so far)")
         due = done % every == 0 or done == 1 or done == session.total_steps
         if not due:
             self.console.show(
@@ -120,8 +125,10 @@ class Monitor:
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)
         readings = self.rates.read()
+        everyone = session.world.gather((readings["data_wait_share"] or 0.0, self._window.read()))
         # The rank that waits longest holds up all of them.
-        readings["data_wait_share"] = max(each["data_wait_share"] or 0.0 for each in session.world.gather(readings))
+        readings["data_wait_share"] = max(share for share, _ in everyone)
+        slow = self._stragglers.judge([pace for _, pace in everyone])
         record: dict[str, Any] = {
             "step": done,
             "epoch": session.cursor.epoch if session.cursor.consumed else session.cursor.epoch - 1,
@@ -134,15 +141,26 @@ class Monitor:
             "skipped_steps": session.skipped_steps,
             "eta_seconds": round(self.rates.seconds_left(session.total_steps - done), 1),
         }
+        if slow:
+            record["stragglers"] = [asdict(each) for each in slow]
+        mine = [each.cause for each in slow if each.rank == session.world.rank]
         self.folder.add_telemetry(
             {"step": done, "time": time.time(), "rank": session.world.rank, "seconds": _rounded(result.times),
-             "memory_gib": round(gib, 3), "memory_kind": kind, "count": result.count}
+             "memory_gib": round(gib, 3), "memory_kind": kind, "count": result.count, **({"straggler": mine[0]} if mine else {})}
         )  # fmt: skip
         if session.world.is_first:
             self.folder.add_metrics(record)
             self._track(done, {key: value for key, value in record.items() if isinstance(value, float)})
         self.console.say(self._line(done, record))
+        for each in slow:
+            self.console.say(f"warning: step {done}: {each.sentence()}")
         self._mind_the_data(done, record["data_wait_share"])
+
+    def went_back(self, result: StepResult) -> None:
+        """The steps since the checkpoint come again: what was logged of them must not stand there twice."""
+        self.console.say(f"step {result.step}: {result.trouble}")
+        self.folder.forget_after(self.session.steps_done)
+        self.rates.read()
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         if not metrics:

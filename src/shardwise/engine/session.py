@@ -26,19 +26,23 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint import CheckpointStore, Progress, Saver, Written, go_on_from, load_into, load_own
-from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate
+from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate, with_batch_size
 from shardwise.config.batching import keep_global_batch
 from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.loader import Work
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
+from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
+from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
+from shardwise.engine.rollback import LeftOut, go_back
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.step import Parts, StepResult, explain_nonfinite, run_step
+from shardwise.engine.step import Parts, StepResult, nonfinite_before, run_step
 from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
@@ -53,6 +57,11 @@ class Session:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
         self.elastic = elastic
         self.config = config if isinstance(config, Config) else load_config(config)
+        self.finds_batch = self.config.training.batch_size == "auto"
+        self.batch_found = ""
+        """How the batch size was found, where it was looked for."""
+        if self.finds_batch:
+            self.config = with_batch_size(self.config, 1)  # until it is found
         patience = timedelta(seconds=max(1800.0, 2 * self.config.training.hang_timeout))  # the verdict comes first
         self.world = World.join(self.config.training.device, connect=self._needs_group(), timeout=patience)
         try:
@@ -82,7 +91,11 @@ class Session:
         """The global batch of the checkpoint that was resumed."""
         self._begun_at: tuple[int, Cursor] = (0, Cursor())
         """The step and the cursor that this session started from."""
-        self._bad: list[int] | None = None
+        self.left_out: LeftOut = []
+        """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
+        self._losses = Losses()
+        self._went_back = False
+        self._bad: Suspect | None = None
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
 
@@ -99,6 +112,10 @@ class Session:
         self.batching: Batching = resolve_batching(training, self._devices_with_data(), elastic=self.elastic)
         self.batch_world = self._devices_with_data()
         """The number of devices that the global batch was chosen for."""
+        if self.finds_batch and self.strategy == "pipeline":
+            raise ConfigError(
+                "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
+            )
         refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
 
     def keep_batch(self, so_far: tuple[int, int] | None) -> str | None:
@@ -162,6 +179,7 @@ class Session:
 
     # ---------------------------------------------------------------- prepare
 
+    @memory_explained(lambda session: "while the run was prepared")
     def prepare(
         self,
         task: Task | None = None,
@@ -218,9 +236,20 @@ class Session:
             scaler=precision.scaler(),
         )
         spread_model.model.train()
+        if self.finds_batch:
+            self._find_batch()
         self._saver = Saver(self.store, self.world, self._retire)
         self._saver.expect(spread_model.module.parameters(), self.layout.size("replicate"))
         return spread_model.model
+
+    def _find_batch(self) -> None:
+        size, self.batch_found = find_batch_size(self)
+        self.config = self.task.config = self.parts.config = with_batch_size(self.config, size)
+        self.finds_batch = False
+        self.batching = resolve_batching(self.config.training, self._devices_with_data())
+        refuse_combinations(self.strategy, self.config.training, self.layout, self.batching.accumulation)
+        lr = resolve_learning_rate(self.config.training, self.batching.global_batch)
+        self.parts.schedule = Schedule(self.config.training.scheduler, lr, self.total_steps)
 
     def _trial(self, model: nn.Module, device: torch.device) -> torch.Tensor:
         """The loss of the first samples: for a look at what a model does, and how long its parts take."""
@@ -286,23 +315,32 @@ class Session:
 
     def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
-        loader = StepLoader(
-            Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
-            self.order(),
-            self._per_process(),
-            self.layout.data_rank,
-            self.world.device,
-            self.config.data,
-            start=self.cursor,
-            epochs=self.config.training.max_epochs,
-        )
-        if self.steps_done < self.total_steps:
+        while self.steps_done < self.total_steps:
+            loader = StepLoader(
+                Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
+                self.order(),
+                self._per_process(),
+                self.layout.data_rank,
+                self.world.device,
+                self.config.data,
+                start=self.cursor,
+                epochs=self.config.training.max_epochs,
+            )
+            self._went_back = False
             beat(Phase.DATA, self.steps_done + 1)
             for batch in loader:
                 yield batch
                 if self.steps_done >= self.total_steps:
                     return
+                if self._went_back:  # the batches that follow are others now
+                    break
                 beat(Phase.DATA, self.steps_done + 1)
+            else:
+                return
+
+    @property
+    def devices_per_process(self) -> int:
+        return self.batching.world if self._over_devices() else 1
 
     def _per_process(self) -> Batching:
         """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
@@ -315,13 +353,22 @@ class Session:
         data, seed = self.train_data, self.config.seed
         return data.order(seed) if isinstance(data, BatchedSamples) else GlobalOrder(len(data), seed)
 
+    @memory_explained(lambda session: f"step {session.steps_done + 1}")
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
         self._hear_of_checkpoints()
-        result = run_step(self.parts, batch, self.steps_done, stop=self._stopping(), bad=self._bad)
+        if self._place_of(batch) in self.left_out:
+            return self._leave_out(batch)
+        result = run_step(self.parts, batch, self.steps_done, stop=self._stopping(), bad=self._bad, losses=self._losses)
         if result.stopped:
             return result
-        self._bad = None if math.isfinite(result.loss_sum) else batch.ids
+        if result.rollback:
+            go_back(self, self._place_of(batch), result)
+            self._went_back = True
+            return result
+        self._bad = result.suspect
+        if result.loss is not None and not result.skipped:
+            self._losses.add(result.loss)
         self.steps_done += 1
         self.skipped_steps += result.skipped
         self.cursor = batch.after
@@ -330,6 +377,25 @@ class Session:
     def _stopping(self) -> bool:
         return self.stop_requested or self.stop_check()
 
+    def _place_of(self, batch: StepBatch) -> tuple[int, int]:
+        """The epoch, and the samples of it that come before this global batch."""
+        end = batch.after.consumed if batch.after.epoch == batch.epoch else len(self.train_data)
+        return batch.epoch, end - batch.samples
+
+    def _leave_out(self, batch: StepBatch) -> StepResult:
+        """A step in number only: the rate, the cursor and the length of the run stay what they would have been."""
+        result = StepResult(
+            self.steps_done + 1,
+            skipped=True,
+            lr=self.parts.schedule.rate(self.steps_done),
+            trouble="its global batch is left out since a rollback",
+            times={"wait": batch.wait},
+        )
+        self.steps_done += 1
+        self.skipped_steps += 1
+        self.cursor = batch.after
+        return result
+
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
         total, count = self.world.sum(sum(r.loss_sum for r in results), sum(r.count for r in results))
@@ -337,6 +403,7 @@ class Session:
 
     # ---------------------------------------------------------------- evaluate
 
+    @memory_explained(lambda session: f"evaluation after step {session.steps_done}")
     def evaluate(self) -> dict[str, float] | None:
         """Metrics on the validation data; empty if the task has none. All ranks call it together.
 
@@ -383,7 +450,7 @@ class Session:
         training = self.config.training
         beat(Phase.SAVE, self.steps_done)
         if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
-            raise explain_nonfinite(self.parts, self.steps_done, self._bad is not None, self._bad or [])
+            raise nonfinite_before(self.parts, self.steps_done, self._bad)
         if not self._owns_folder:  # not resumed: what lies there belongs to an earlier run
             go_on_from(-1, self.store, self.world)
             self._owns_folder = True
@@ -402,6 +469,8 @@ class Session:
             samples=len(self.train_data),
             seed=self.config.seed,
             order=self._order_name(),
+            left_out=self.left_out,
+            recent_losses=list(self._losses.recent),
         )
         memory = self.parts.spread.memory
         assert self._saver is not None  # self.parts would have complained
@@ -466,6 +535,7 @@ class Session:
         self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)
         self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric
         self.batch_before = progress.global_batch
+        self.left_out, self._losses, self._bad = progress.left_out, Losses(progress.recent_losses), None
         if progress.scaler and self.parts.scaler.is_enabled():
             self.parts.scaler.load_state_dict(progress.scaler)
         return path

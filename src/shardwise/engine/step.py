@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,9 +21,22 @@ from shardwise.config.seeds import Purpose
 from shardwise.data import MicroBatch, StepBatch
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.clip import clip, global_norm, gradients
+from shardwise.engine.numbers import (
+    Losses,
+    Suspect,
+    Verdict,
+    brief,
+    convict,
+    judge,
+    may_skip,
+    stop_because,
+    watches_loss,
+    what_happened,
+)
+from shardwise.engine.pace import ForwardClock
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
-from shardwise.errors import NonFiniteError, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.parallel import Spread, World
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
@@ -58,7 +70,15 @@ class StepResult:
     stopped: bool = False
     """A rank asked to stop, so all left this step undone."""
     skipped: bool = False
-    """The gradient was not finite, so no weight was changed."""
+    """The numbers were bad, so no weight was changed."""
+    verdict: Verdict | None = None
+    """What was bad, where that is more than how fp16 finds its loss scale, and what is done about it."""
+    trouble: str = ""
+    """What was bad and on which samples, in a sentence."""
+    suspect: Suspect | None = None
+    """This rank's loss was not finite, which the others learn at the next step."""
+    loss: float | None = None
+    """Of all ranks, where it is watched before the update (see numbers.py)."""
     loss_sum: float = 0.0
     """Of this rank. Session.loss reduces it over all ranks."""
     count: int = 0
@@ -68,15 +88,28 @@ class StepResult:
     samples: int = 0
     """Of all ranks."""
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds in each phase: wait for data, agree, compute, update; of compute, in a pipeline, idle."""
+    """Seconds in each phase: wait for data, agree, compute, update; of compute, this rank's own forward passes, and in a
+    pipeline, idle."""
+
+    @property
+    def rollback(self) -> bool:
+        """The run goes back to its last checkpoint."""
+        return self.verdict is not None and self.verdict.act == "rollback"
 
 
 def run_step(
-    parts: Parts, batch: StepBatch, step: int, *, stop: bool = False, bad: list[int] | None = None
+    parts: Parts,
+    batch: StepBatch,
+    step: int,
+    *,
+    stop: bool = False,
+    bad: Suspect | None = None,
+    losses: Losses | None = None,
 ) -> StepResult:
     """One optimizer step on one global batch, after `step` others.
 
-    `stop`: this rank was asked to stop. `bad`: this rank's loss of the step before, on these samples, was not finite.
+    `stop`: this rank was asked to stop. `bad`: this rank's loss of the step before was not finite. `losses`: those of the
+    last steps, to tell a spike by.
     """
     world, training = parts.world, parts.config.training
     clock = _Clock(batch.wait)
@@ -87,7 +120,7 @@ def run_step(
     count, stops, bads = world.sum(own_count, stop, bad is not None)
     clock.lap("agree")
     if bads and training.on_nonfinite == "stop":
-        raise explain_nonfinite(parts, step, bad is not None, bad or [])
+        raise nonfinite_before(parts, step, bad)
     if stops:
         return StepResult(step + 1, stopped=True)
     if not count and not parts.task.may_count_nothing:
@@ -98,15 +131,20 @@ def run_step(
     # Dropout differs between ranks, and resumes.
     seed_everything(parts.config.seed, Purpose.STEP, step, layout.random_rank)
     total = torch.zeros((), device=world.device)
+    seen: list[tuple[MicroBatch, torch.Tensor]] = []
+    kept = [(buffer, buffer.clone()) for buffer in parts.spread.statistics] if may_skip(training) else []
+
+    forwards = ForwardClock(parts.spread)
 
     def forward(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
         beat(Phase.COMPUTE, step + 1)
-        with parts.precision.autocast():
+        with parts.precision.autocast(), forwards.running():
             loss = _loss_of(parts, model, micro, step + 1)
         # Gradients are averaged over the copies of the model, hence × copies; a borrowed sample counts nothing.
         weight = 0.0 if micro.request.borrowed else loss_weight(layout.data_size, count or 1, micro.count)
         if layout.counts and not micro.request.borrowed:
             total.add_(loss.sum.detach())
+            seen.append((micro, loss.sum.detach()))
         return parts.scaler.scale(loss.sum * weight)
 
     if parts.spread.pipeline is not None:
@@ -133,9 +171,13 @@ def run_step(
     norm, *lacking_somewhere, loss_sum = torch.stack([*_norm(parts, grads, lacking), total]).tolist()
     if any(lacking_somewhere):  # on any stage, and every stage knows
         raise _unused_parameters(parts, step + 1)
+    clock.times["forward"] = forwards.seconds()
+    loss = world.sum(loss_sum)[0] / count if watches_loss(training) and count else None
+    # The norm and the loss are the same on every rank, and so is the verdict.
+    verdict = judge(training, norm, loss, losses or Losses(), scaled=parts.scaler.is_enabled())
     result = StepResult(
         step + 1,
-        skipped=not math.isfinite(norm),
+        skipped=not math.isfinite(norm) or verdict is not None,
         loss_sum=loss_sum,
         count=own_count,
         global_count=int(count),
@@ -143,19 +185,28 @@ def run_step(
         lr=parts.schedule.rate(step),
         samples=batch.samples,
         times=clock.times,
+        loss=loss,
     )
-    # The norm is the same on every rank, and so is the decision. Under fp16 a skipped step is how the scaler learns.
-    if result.skipped and not parts.scaler.is_enabled() and training.on_nonfinite == "stop":
-        raise explain_nonfinite(parts, step + 1, not math.isfinite(loss_sum), batch.ids)
-    if training.gradient_clip is not None and not result.skipped:
-        clip(grads, norm, training.gradient_clip)
+    if not math.isfinite(loss_sum):
+        result.suspect = _suspect(parts, batch, result, seen)
+    if verdict is not None:
+        blamed = convict(parts, verdict, _suspect(parts, batch, result, seen, verdict.limit))
+        if verdict.act == "stop":
+            raise stop_because(step + 1, verdict, blamed)
+        result.verdict, result.trouble = verdict, what_happened(verdict, blamed)
     for group in parts.optimizer.param_groups:
         group["lr"] = result.lr
-    if not result.skipped or parts.scaler.is_enabled():
+    if result.skipped:
+        _leave_as_it_was(parts, kept, finite=math.isfinite(norm))
+    else:
+        if training.gradient_clip is not None:
+            clip(grads, norm, training.gradient_clip)
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
     if result.skipped and parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
-        raise explain_nonfinite(parts, step + 1, not math.isfinite(loss_sum), batch.ids)
+        mine = result.suspect or _suspect(parts, batch, result, seen)
+        hopeless = Verdict("nonfinite", "stop")
+        raise stop_because(step + 1, hopeless, convict(parts, hopeless, mine))
     parts.optimizer.zero_grad()
     clock.lap("update")
     return result
@@ -225,7 +276,7 @@ def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
         unused = list(dict.fromkeys(name for names in stages for name in names))
     return ShardwiseError(
         f"step {step}: {len(unused)} parameter(s) got no gradient, of which strategy {_wanting(parts)} must know beforehand: "
-        f"{_brief(unused)}.\n  {_remedy(parts)}freeze or remove them"
+        f"{brief(unused)}.\n  {_remedy(parts)}freeze or remove them"
     )
 
 
@@ -239,27 +290,38 @@ def _remedy(parts: Parts) -> str:
     return "Set training.ddp.find_unused_parameters: true, or "
 
 
-def explain_nonfinite(parts: Parts, step: int, mine: bool, ids: list[int]) -> NonFiniteError:
-    """Every rank comes here together; each tells whether its own loss was bad, and on which samples."""
-    reports = parts.world.gather((mine, ids))
-    guilty = [(rank, ids) for rank, (bad, ids) in enumerate(reports) if bad]
-    if guilty:
-        who = "; ".join(f"rank {rank}, samples {_brief(ids)}" for rank, ids in guilty)
-        what = f"the loss is not finite on {who}"
-    else:
-        everyone = [index for _, ids in reports for index in ids]
-        what = (
-            "the gradient is not finite although the loss is, so it overflowed on the way back "
-            f"(ranks 0 to {len(reports) - 1}, samples {_brief(everyone)})"
-        )
-    return NonFiniteError(
-        f"step {step}: {what}.\n  Look at those samples, lower training.optimizer.lr, set training.gradient_clip, or set "
-        "training.on_nonfinite: skip to leave such steps out"
-    )
+def nonfinite_before(parts: Parts, step: int, bad: Suspect | None) -> ShardwiseError:
+    """The loss of the step before was not finite on some rank, and its gradient did not show it. Every rank comes here."""
+    verdict = Verdict("nonfinite", "stop")
+    mine = bad or Suspect(step, 0, parts.world.rank, None, [], guilty=False)
+    return stop_because(step, verdict, convict(parts, verdict, mine))
 
 
-def _brief(ids: Sequence[int | str]) -> str:
-    return ", ".join(map(str, ids[:16])) + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")
+def _suspect(
+    parts: Parts,
+    batch: StepBatch,
+    result: StepResult,
+    seen: list[tuple[MicroBatch, torch.Tensor]],
+    limit: float = math.inf,
+) -> Suspect:
+    """What this rank has to do with a bad step. Only here, when it is too late anyway, are single losses looked at."""
+    bad = [micro for micro, loss in seen if not float(loss) <= limit * max(1, micro.count) or not loss.isfinite()]
+    found = [
+        index for micro in bad or batch.micro if not micro.request.borrowed for index in micro.request.ids.tolist()
+    ]
+    loss = result.loss_sum / result.count if result.count else None
+    return Suspect(result.step, batch.epoch, parts.world.rank, loss, found, guilty=bool(bad))
+
+
+def _leave_as_it_was(parts: Parts, kept: list[tuple[torch.Tensor, torch.Tensor]], *, finite: bool) -> None:
+    """Nothing of a step that was left out stays, but what the loss scale of fp16 learns from it."""
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
+    if parts.spread.memory is not None and not finite:
+        parts.spread.memory.forget()
+    if parts.scaler.is_enabled():
+        parts.scaler.update()
 
 
 class _Clock:

@@ -56,6 +56,11 @@ class PowerSGD:
         self.state.rng.set_state(("MT19937", np.array(numbers, np.uint32), int(position), int(has_gauss), gauss))
         self.state.iter = int(tensors["steps"])
 
+    def forget(self) -> None:
+        """Begin anew, after a gradient that was no number: it would stay in here. Every rank does so at the same step."""
+        for kind in _MEMORIES:
+            getattr(self.state, f"{kind}_dict").clear()
+
 
 _MEMORIES = ("error", "p_memory", "q_memory")
 

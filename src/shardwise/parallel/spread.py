@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,16 @@ class Spread:
     def whole(self) -> nn.Module:
         """The whole model, to be looked at and counted, not to be computed with."""
         return self.module if self.pipeline is None else self.pipeline.whole
+
+    @cached_property
+    def statistics(self) -> list[torch.Tensor]:
+        """The buffers that belong into a checkpoint, such as batch norm's: a forward pass may change them."""
+        return [
+            buffer
+            for module in self.module.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
 
     @contextmanager
     def reducing_gradients(self, now: bool) -> Iterator[None]:

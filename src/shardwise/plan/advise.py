@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.config import Training
 from shardwise.errors import ConfigError
-from shardwise.plan.memory import ModelSizes, StateBytes, state_bytes
+from shardwise.parallel.memory import ModelSizes, StateBytes, gib, state_bytes
 from shardwise.tasks import Task
 
 FOR_ACTIVATIONS = 0.4
@@ -165,7 +165,3 @@ def _lines(chosen: str, fits: list[str], tensor_sizes: Sequence[int]) -> list[st
         return ["strategy: fsdp", "fsdp: {cpu_offload: true, activation_checkpointing: true}"]
     extra = ", activation_checkpointing: true" if fits == ["FULL_SHARD"] else ""
     return ["strategy: fsdp", f"fsdp: {{sharding_strategy: {chosen}{extra}}}"]
-
-
-def gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"

@@ -122,6 +122,8 @@ class RunFolder:
         Each rank does so in its own file, rank 0 in the metrics too.
         """
         for file in [self.rank_file, *([self.metrics_file] if self.rank == 0 else [])]:
+            if file in self._streams:  # it would go on writing into the file that is replaced
+                self._streams.pop(file).close()
             if file.exists():
                 kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
                 aside = file.with_suffix(".tmp")

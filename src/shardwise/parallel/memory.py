@@ -56,3 +56,7 @@ def state_bytes(sizes: ModelSizes, training: Training, strategy: str, ranks: int
         sizes.parameters if strategy == "SHARD_GRAD_OP" else 2 * sizes.largest_block
     )  # one computes, one is ahead
     return StateBytes(weights / ranks, gradients / ranks, optimizer / ranks, gathered * narrow)
+
+
+def gib(number: float) -> str:
+    return f"{number / 2**30:.3g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"

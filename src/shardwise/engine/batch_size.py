@@ -1,0 +1,222 @@
+"""`training.batch_size: auto`: the largest micro-batch that fits into the smallest device of all, found before training.
+
+On CUDA, micro-batches of growing size are tried and measured. On the CPU, where memory runs out by a kill and not by an error,
+two small ones are looked at and the rest is predicted. Nothing that is tried leaves a trace: no update is made, and
+gradients, running statistics and random states are put back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.config import Config, with_batch_size
+from shardwise.data import BatchedSamples, Reader
+from shardwise.data.loader import Work
+from shardwise.data.seeding import generators_kept
+from shardwise.engine.out_of_memory import host_memory, ran_out
+from shardwise.errors import ConfigError
+from shardwise.parallel.memory import gib
+
+if TYPE_CHECKING:
+    from shardwise.engine.session import Session
+
+LEFT_FREE = 0.1
+"""The share of a device's memory that is kept for fragments, longer samples, and what libraries take."""
+AT_MOST = {"cpu": 256, "cuda": 4096}
+LOOKED_AT = 128
+"""Samples, at most, among which the largest are chosen to try with."""
+BACKWARD = 2.0
+"""On the CPU: the bytes that a forward and backward pass take at their fullest, by those that the forward pass keeps."""
+
+
+def find_batch_size(session: Session) -> tuple[int, str]:
+    """Every rank comes here together and finds the same. Also returns a sentence on how it was found."""
+    cap = min(AT_MOST[session.world.device.type], max(1, len(session.train_data) // session.batching.world))
+    fits = _Measured(session) if session.world.device.type == "cuda" else _Predicted(session)
+    found = largest(fits, cap)
+    if not found:
+        raise ConfigError(
+            f"training.batch_size: auto: not even one sample fits: {fits.said()}. Shard the model (training.strategy: fsdp), "
+            "recompute activations (training.fsdp.activation_checkpointing: true), or use bf16"
+        )
+    chosen = _dividing(found, session.config.training.total_batch_size, session.batching.world)
+    why = f" (up to {found} fit; {chosen} divides training.total_batch_size)" if chosen != found else ""
+    most = f", as large as it may be here ({cap})" if found == cap else ""
+    return chosen, f"batch_size: auto: {chosen} per device{why}{most}; {fits.said()}"
+
+
+def largest(fits: Callable[[int], bool], cap: int) -> int:
+    """By doubling, then once more between the last two. 0 if nothing fits."""
+    if not fits(1):
+        return 0
+    size = 1
+    while size < cap:
+        bigger = min(2 * size, cap)
+        if not fits(bigger):
+            middle = (size + bigger) // 2
+            return middle if middle > size and fits(middle) else size
+        size = bigger
+    return size
+
+
+def settled_before(config: Config) -> Config:
+    """A run that goes on has the batch size that was found when it began."""
+    if config.training.batch_size != "auto":
+        return config
+    try:
+        size = yaml.safe_load((Path(config.run_folder) / "config.yaml").read_text())["training"]["batch_size"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return config
+    return with_batch_size(config, size) if isinstance(size, int) and size > 0 else config
+
+
+def _dividing(found: int, total: int | None, world: int) -> int:
+    return found if total is None else next(size for size in range(found, 0, -1) if total // world % size == 0)
+
+
+class _Measured:
+    """What CUDA's allocator reserves at its fullest, against what there is."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.trial = session, _Trial(session)
+        self.peaks: list[tuple[int, float]] = []
+        device = session.world.device
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        room = (free + torch.cuda.memory_reserved(device)) * (1 - LEFT_FREE)
+        self.room = min(session.world.gather(room))
+
+    def __call__(self, size: int) -> bool:
+        # Where the model is sharded, a rank that runs out leaves the others waiting: so do not try what cannot fit.
+        if len(self.peaks) > 1 and self._expected(size) > self.room:
+            return False
+        device = self.session.world.device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        peak = math.inf
+        try:
+            self.trial.run(size)
+            torch.cuda.synchronize(device)
+            peak = float(torch.cuda.max_memory_reserved(device))
+        except RuntimeError as error:
+            if not ran_out(error) or not self.trial.alone:
+                raise
+        except ValueError as error:
+            if size > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            return True  # batch norm cannot take one sample; every rank finds that
+        self.trial.put_back()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        fullest = max(self.session.world.gather(peak))
+        if math.isfinite(fullest):
+            self.peaks.append((size, fullest))
+        return fullest <= self.room
+
+    def _expected(self, size: int) -> float:
+        (small, before), (large, after) = self.peaks[-2:]
+        return after + (size - large) * max(0.0, after - before) / (large - small)
+
+    def said(self) -> str:
+        tried = ", ".join(f"{size}: {gib(peak)}" for size, peak in self.peaks[-3:])
+        return f"reserved at the fullest ({tried}), of {gib(self.room)} with {LEFT_FREE:.0%} left free"
+
+
+class _Predicted:
+    """On the CPU: by what the forward pass keeps of one sample, against what is available to each rank of this machine."""
+
+    def __init__(self, session: Session) -> None:
+        trial = _Trial(session)
+        kept = {size: trial.run(min(size, len(session.train_data))) for size in (2, 4)}
+        trial.put_back()
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", session.world.size))
+        # What does not grow, such as gathered weights, is left out by the difference.
+        growth = (kept[4] - kept[2]) / 2 if kept[4] > kept[2] else kept[2] / 2
+        mine = (growth * BACKWARD, host_memory()[0] / here * (1 - LEFT_FREE))
+        everyone = session.world.gather(mine)
+        self.per_sample, self.room = max(each for each, _ in everyone), min(room for _, room in everyone)
+
+    def __call__(self, size: int) -> bool:
+        return size * self.per_sample <= self.room
+
+    def said(self) -> str:
+        return f"predicted: {gib(self.per_sample)} per sample, of {gib(self.room)} with {LEFT_FREE:.0%} left free"
+
+
+class _Trial:
+    """Forward and backward, twice, as with accumulation: the second time with gradients in place. Weights stay as they are."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        spread = session.parts.spread
+        # Without DDP around it nothing is reduced, and a rank that runs out leaves nobody waiting.
+        self.alone = isinstance(spread.model, DistributedDataParallel) or spread.model is spread.module
+        self.alone = self.alone and (session.world.size == 1 or session.strategy in ("ddp", "zero1"))
+        self.model: nn.Module = spread.module if session.strategy in ("ddp", "zero1") else spread.model
+        self.buffers = [(buffer, buffer.clone()) for buffer in spread.module.buffers()]
+        self.reader = Reader(session.train_data, session.task.collate, session.task.count, session.config.seed)
+        self._sizes: dict[int, int] = {}
+        self.order = session.order().part(0, 0, min(len(session.train_data), AT_MOST[session.world.device.type]))
+
+    def run(self, size: int) -> float:
+        """Returns the bytes that the forward pass keeps for the backward pass."""
+        session, device = self.session, self.session.world.device
+        inputs = self._inputs(size * session.devices_per_process)
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = _local(tensor).untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), generators_kept():
+            for _ in range(2):
+                kept.clear()
+                with (
+                    session.parts.spread.reducing_gradients(now=True),
+                    torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+                ):
+                    with session.parts.precision.autocast():
+                        loss = session.task.loss(self.model, inputs)
+                    loss.sum.backward()
+        owned = {_local(parameter).untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        return float(sum(bytes_ for place, bytes_ in kept.items() if place not in owned))
+
+    def put_back(self) -> None:
+        self.session.parts.optimizer.zero_grad()
+        with torch.no_grad():
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
+
+    def _inputs(self, size: int) -> Any:
+        """The largest of the first samples: a run meets long ones sooner or later."""
+        looked_at = self.order[: max(size, min(4 * size, LOOKED_AT))]
+        by_size = sorted(looked_at.tolist(), key=self._size_of, reverse=True)
+        read = self._read(np.array((by_size * -(-size // len(by_size)))[:size], np.int64))
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.session.world.device), read)
+
+    def _size_of(self, index: int) -> int:
+        if index not in self._sizes:
+            tensors = [each for each in tree_leaves(self._read(np.array([index]))) if isinstance(each, torch.Tensor)]
+            self._sizes[index] = sum(tensor.numel() for tensor in tensors)
+        return self._sizes[index]
+
+    def _read(self, ids: Any) -> Any:
+        read = self.reader.read(Work(ids, (len(ids),), epoch=0))
+        return read.inputs if isinstance(self.session.train_data, BatchedSamples) else read.inputs[0]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

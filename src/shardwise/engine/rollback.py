@@ -1,0 +1,36 @@
+"""Going back to the last whole checkpoint, in this process, and leaving out the global batch that was to blame."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.engine.step import StepResult
+from shardwise.errors import LossSpike, NonFiniteError
+
+if TYPE_CHECKING:
+    from shardwise.engine.session import Session
+
+LeftOut = list[tuple[int, int]]
+
+
+def go_back(session: Session, place: tuple[int, int], result: StepResult) -> None:
+    """Every rank comes here together. Each rollback leaves out one global batch more, so that the run gets past it."""
+    limit = session.config.training.max_rollbacks
+    error = LossSpike if result.verdict and result.verdict.what == "spike" else NonFiniteError
+    left_out = sorted({*session.left_out, place})
+    if len(left_out) > limit:
+        raise error(
+            f"step {result.step}: {result.trouble}.\n  The run has gone back {limit} time(s) already, as often as "
+            "training.max_rollbacks allows: the data or the learning rate is the cause, not a single batch. Lower "
+            "training.optimizer.lr, set training.gradient_clip, look at bad-samples.jsonl in the run folder"
+        )
+    at = session.steps_done
+    path = session.resume("auto")
+    if path is None:
+        raise error(
+            f"step {result.step}: {result.trouble}.\n  There is no whole checkpoint to go back to in "
+            f"{session.store.folder}. Save one before the first step, as `shardwise train` does"
+        )
+    # Those of later rollbacks are not in the checkpoint, and must not be forgotten.
+    session.left_out = sorted({*session.left_out, *left_out})
+    result.trouble += f"; back from step {at} to {path}, and this global batch is left out"
