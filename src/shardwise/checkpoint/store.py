@@ -169,10 +169,12 @@ class CheckpointStore:
         scored = self._by_metric(mode)
         return scored[0] if scored else None
 
-    def retire(self, *, keep_best: int, mode: str) -> None:
-        """Keep the last and the best few; the rest goes. A folder is renamed before it is deleted."""
+    def retire(self, *, keep_best: int, mode: str, keep_last: int = 1) -> None:
+        """Keep the newest and the best few; the rest goes. A folder is renamed before it is deleted."""
         every = self.every()
-        kept = {found.path for found in every[-1:]} | {found.path for found in self._by_metric(mode)[:keep_best]}
+        kept = {found.path for found in every[-keep_last:]} | {
+            found.path for found in self._by_metric(mode)[:keep_best]
+        }
         for found in every:
             if found.path not in kept:
                 found.path.rename(self._free_name(f".deleting-{found.path.name}"))

@@ -14,6 +14,7 @@ from shardwise.errors import ShardwiseError
 VERBS = {
     "train": "run it: one process, all local devices, or a rank of a bigger job",
     "verify": "prove that N ranks compute what one would",
+    "drill": "train with faults at random moments, and prove that nothing is lost",
     "config": "check a config, show it resolved, print its schema",
     "data": "write a sharded copy of cells for full speed, and check one",
     "bench": "measure: whether the data keeps up",

@@ -259,7 +259,10 @@ class Training(Block):
     async_checkpoint: bool = Field(
         True, description="Write checkpoints while training goes on: it stands still for a copy in memory only."
     )
-    save_top_k: int = Field(1, ge=0, description="Best checkpoints to keep, besides the last.")
+    keep_last: int = Field(
+        2, ge=1, description="Newest checkpoints to keep: where the last is damaged, a run goes on from the one before."
+    )
+    save_top_k: int = Field(1, ge=0, description="Best checkpoints to keep, besides the newest.")
     monitor: str = Field("loss", min_length=1, description="The evaluation metric that decides what is best.")
     monitor_mode: Literal["min", "max"] = Field("min", description="Whether less or more of it is better.")
 

@@ -504,7 +504,7 @@ class Session:
 
     def _retire(self) -> None:
         training = self.config.training
-        self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode)
+        self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode, keep_last=training.keep_last)
 
     def _better(self, metric: float, than: float | None) -> bool:
         if than is None:

@@ -1,0 +1,116 @@
+"""`shardwise drill CONFIG`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="the YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    parser.add_argument("--count", type=int, default=12, metavar="N", help="how many faults (12)")
+    parser.add_argument("--faults", metavar="KIND,…", help="which kinds; default: all. `--faults list` shows them")
+    parser.add_argument("--seed", type=int, metavar="S", help="when and where they come; default: by chance, and said")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the runs (2)")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a run, at most (40)")
+    parser.add_argument("--folder", metavar="FOLDER", help="where the runs are made; default: runs/NAME-drill")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for machines")
+    parser.add_argument("--report", metavar="FILE", help="write the result as Markdown")
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardwise.config import load_config
+    from shardwise.drill.faults import Kind, schedule
+    from shardwise.errors import ConfigError
+
+    if args.faults == "list":
+        for kind in Kind:
+            print(f"  {kind.value:<10} {kind.words}")
+        return 0
+    unknown = sorted(set((args.faults or "").split(",")) - {*Kind, ""})
+    if unknown:
+        raise ConfigError(f"--faults: {', '.join(unknown)}: there is {', '.join(Kind)}")
+    if min(args.count, args.ranks, args.steps) < 1:
+        raise ConfigError("--count, --ranks and --steps: at least 1")
+    chosen = [Kind(name) for name in args.faults.split(",") if name] if args.faults else list(Kind)
+    if args.ranks == 1:
+        chosen = [kind for kind in chosen if kind is not Kind.SKIP]  # one rank has nobody to agree with
+    config = load_config(args.config, args.set)
+    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
+
+    from shardwise.drill.conduct import Plan, conduct
+    from shardwise.drill.report import as_data, as_table, as_words
+
+    folder = Path(args.folder or f"{config.run_folder}-drill").resolve()
+    if folder.exists():
+        shutil.rmtree(_only_a_drill(folder))
+    folder.mkdir(parents=True)
+    (folder / "drill.json").write_text(json.dumps({"seed": seed, "count": args.count, "config": args.config}) + "\n")
+    plan = Plan(
+        str(Path(args.config).resolve()),
+        (*args.set, *_overrides(config, args)),
+        args.ranks,
+        folder,
+        HANG_SECONDS,
+    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
+    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks), say)
+    if args.json:
+        print(json.dumps(as_data(result, seed), indent=1))
+    else:
+        print(f"\n{as_words(result)}")
+    if args.report:
+        import torch
+
+        command = " ".join(
+            ["shardwise drill", args.config, f"--count {args.count}", f"--seed {seed}", f"--ranks {args.ranks}"]
+        )
+        Path(args.report).write_text(
+            f"# A drill\n\n`{command}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{time.strftime('%Y-%m-%d')}.\n\n```\n{as_words(result)}\n```\n\n{as_table(result)}\n\n"
+            "Went on after: from the fault until the next step was made. Noticed: until it was decided to start again (of a "
+            f"hang, beyond the {HANG_SECONDS:.0f} seconds that it is waited for). Processes: until rank 0 ran. Resumed: until "
+            "the first step was made, with the model prepared and the checkpoint checked and read.\n"
+        )
+    return 1 if result.problems else 0
+
+
+HANG_SECONDS = 6.0
+"""Drills do not wait as long for a sign of life as trainings do."""
+
+
+def _overrides(config: object, args: argparse.Namespace) -> list[str]:
+    """What makes a training into one that can be drilled in minutes."""
+    from shardwise.config import Config
+
+    assert isinstance(config, Config)
+    often = config.training.checkpoint_every_n_steps
+    return [
+        f"training.num_gpus={args.ranks}",
+        f"training.max_steps={min(args.steps, config.training.max_steps or args.steps)}",
+        f"training.checkpoint_every_n_steps={often if often and often <= args.steps // 4 else max(2, args.steps // 10)}",
+        "training.log_every_n_steps=1",
+        f"training.hang_timeout={HANG_SECONDS}",
+        "training.keep_last=3",
+        "training.logger=none",
+    ]
+
+
+def _only_a_drill(folder: Path) -> Path:
+    from shardwise.errors import ConfigError
+
+    if not (folder / "drill.json").is_file():
+        raise ConfigError(f"--folder {folder} is there already, and no earlier drill made it: name another")
+    return folder
