@@ -18,7 +18,6 @@ import torch
 import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.config import Config, with_batch_size
@@ -26,7 +25,7 @@ from shardwise.data import BatchedSamples, Reader
 from shardwise.data.loader import Work
 from shardwise.data.seeding import generators_kept
 from shardwise.engine.out_of_memory import host_memory, ran_out
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, OutOfMemory
 from shardwise.parallel.memory import gib
 
 if TYPE_CHECKING:
@@ -111,8 +110,14 @@ class _Measured:
             torch.cuda.synchronize(device)
             peak = float(torch.cuda.max_memory_reserved(device))
         except RuntimeError as error:
-            if not ran_out(error) or not self.trial.alone:
+            if not ran_out(error):
                 raise
+            if not self.trial.alone:
+                raise OutOfMemory(
+                    f"training.batch_size: auto: {size} sample(s) per device ran out of memory on rank "
+                    f"{self.session.world.rank}, and the others wait for it in the middle of the model. Write "
+                    f"training.batch_size: {max(1, size // 2)} into the file"
+                ) from error
         except ValueError as error:
             if size > 1 or "more than 1 value per channel" not in str(error):
                 raise
@@ -161,9 +166,9 @@ class _Trial:
     def __init__(self, session: Session) -> None:
         self.session = session
         spread = session.parts.spread
-        # Without DDP around it nothing is reduced, and a rank that runs out leaves nobody waiting.
-        self.alone = isinstance(spread.model, DistributedDataParallel) or spread.model is spread.module
-        self.alone = self.alone and (session.world.size == 1 or session.strategy in ("ddp", "zero1"))
+        # Without DDP around it nothing is reduced, and a rank that runs out leaves nobody waiting: but in batch norm.
+        synced = any(isinstance(module, nn.SyncBatchNorm) for module in spread.module.modules())
+        self.alone = session.world.size == 1 or (session.strategy in ("ddp", "zero1") and not synced)
         self.model: nn.Module = spread.module if session.strategy in ("ddp", "zero1") else spread.model
         self.buffers = [(buffer, buffer.clone()) for buffer in spread.module.buffers()]
         self.reader = Reader(session.train_data, session.task.collate, session.task.count, session.config.seed)
