@@ -10,6 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from shardwise.config import Batching, Training, resolve_batching, resolve_learning_rate
+from shardwise.config.batching import keep_global_batch
 from shardwise.errors import ConfigError
 
 small = st.integers(1, 40)
@@ -111,3 +112,19 @@ def test_the_rate_follows_the_effective_batch_only_where_that_is_asked_for(
 ) -> None:
     training = Training(**options, optimizer={"lr": 0.1})
     assert resolve_learning_rate(training, global_batch) == pytest.approx(rate)
+
+
+def test_on_another_number_of_devices_a_run_keeps_its_global_batch_and_need_not_divide_it() -> None:
+    eight = Batching(world=4, batch_size=2, accumulation=1)
+    for world, accumulation in ((1, 4), (2, 2), (3, 2), (4, 1), (8, 1)):
+        kept = keep_global_batch(Batching(world, 2, 1), eight.global_batch)
+        assert (kept.global_batch, kept.accumulation) == (8, accumulation)
+        assert kept.divides == (world in (1, 2, 4))
+        assert kept.steps_per_epoch(53) == eight.steps_per_epoch(53)
+
+
+def test_a_total_that_the_devices_left_do_not_divide_is_kept_by_an_elastic_run() -> None:
+    training = Training(batch_size=2, total_batch_size=8)
+    assert resolve_batching(training, 3, elastic=True).global_batch == 8
+    with pytest.raises(ConfigError):
+        resolve_batching(training, 3)

@@ -16,7 +16,9 @@ import pytest
 
 from shardwise.cli.train import duration, node_range
 from shardwise.engine.stop import Stop
+from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
+from shardwise.launch.nodes import Nodes
 from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise
 from tests.cli.test_train import checksums, curve
 
@@ -192,6 +194,14 @@ def test_numbers_of_machines() -> None:
     for wrong in ("0:2", "3:2", "many", ":2"):
         with pytest.raises(Exception, match="must be MIN:MAX"):
             node_range(wrong)
+
+
+def test_a_machine_is_reached_by_the_address_that_leads_to_the_meeting_point() -> None:
+    own = Nodes(1, 2, "127.0.0.1:29400", "job")
+    assert own.address == "127.0.0.1" and own.interface == "lo" and own.keeps_the_meeting_point is None
+    assert Nodes(1, 2, "127.0.0.1:29400", "job", keeps=True).keeps_the_meeting_point is True
+    with pytest.raises(LaunchError, match=r"nowhere[.]invalid is not known"):
+        _ = Nodes(1, 2, "nowhere.invalid:29400", "job").address
 
 
 def test_what_cannot_go_together_is_said_before_anything_starts(tmp_path: Path) -> None:

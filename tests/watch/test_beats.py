@@ -105,6 +105,7 @@ def test_a_counter_of_the_control_group_that_went_up_is_the_kernels_word(
     assert word.on(1) is None
     events.write_text("low 0\noom 1\noom_kill 3\n")
     assert word.on(1) == f"{events} counts 1 more"
+    assert word.on(2) is None, "the next kill is another matter"
 
 
 def test_the_kernels_log_names_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

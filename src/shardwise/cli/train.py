@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-    from shardwise.launch.local import Nodes
+    from shardwise.launch.nodes import Nodes
 
 RESTARTS = 3
 """Unless --max-restarts says otherwise: of several ranks. One alone runs in this process, and is not started again."""
@@ -152,12 +152,12 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _nodes(args: argparse.Namespace, config: Config) -> Nodes | None:
-    from shardwise.launch.local import Nodes
+    from shardwise.launch.nodes import Nodes
 
     if args.nodes is None:
         return None
     least, most = args.nodes
-    return Nodes(least, most, args.rendezvous, args.node_host or None, f"shardwise-{config.name}")
+    return Nodes(least, most, args.rendezvous, f"shardwise-{config.name}", args.node_host)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

@@ -32,7 +32,9 @@ AGAIN = 75
 INTERRUPTED = 130
 """The same, by Ctrl-C."""
 GRACE = 2.0
-"""Seconds that ranks have to end by themselves when another has died: they can only wait for it."""
+"""Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
+GRACE_AFTER_A_KILL = 0.3
+"""The same when it was killed: then nobody's word is needed to know who was first."""
 TO_STOP = 10.0
 """Seconds without a sign of life after which a rank that was asked to leave will not."""
 
@@ -168,7 +170,8 @@ class Agent(LocalElasticAgent):
         processes = self._processes()
         if not self._note_ends(processes):
             return
-        give_up = time.monotonic() + GRACE
+        killed = any(code < 0 for code, _ in self._ended.values())
+        give_up = time.monotonic() + (GRACE_AFTER_A_KILL if killed else GRACE)
         while any(process.is_alive() for process in processes) and time.monotonic() < give_up:
             time.sleep(0.02)
             self._note_ends(processes)

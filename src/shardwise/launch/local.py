@@ -13,7 +13,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -26,27 +25,11 @@ from torch.distributed.launcher.api import LaunchConfig
 from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.launch.agent import AGAIN, INTERRUPTED, Agent, Job
+from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
 from shardwise.watch.failures import read_failures
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Several machines, each with a launcher. They meet at `endpoint`, host:port."""
-
-    least: int
-    most: int
-    endpoint: str
-    host: bool | None
-    """Whether this machine keeps the meeting point; None: found out from its name."""
-    job: str
-    """The same on all machines of a job."""
-
-    @property
-    def is_loopback(self) -> bool:
-        return self.endpoint.rpartition(":")[0] in ("localhost", "127.0.0.1")
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
@@ -88,8 +71,8 @@ def run_ranks(
     # The ranks have a rendezvous store of their own: with a shared one, a restarted rank can dial a dead peer (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # its 30 seconds are too few for a large checkpoint
-    if (nodes is None or nodes.is_loopback) and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else is to reach the ranks of one machine
+    if sys.platform == "linux" and (interface := "lo" if nodes is None else nodes.interface):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # nobody else is to reach the ranks of one machine
     with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as scratch:
         agent = _agent(job, count, max_restarts, nodes, Path(scratch))
         with signals_to(agent.ask):
@@ -125,10 +108,10 @@ def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch
             nodes.job,
             nodes.least,
             nodes.most,
-            local_addr="127.0.0.1" if nodes.is_loopback else None,
+            local_addr=nodes.address,
             last_call_timeout=3,
             keep_alive_interval=2,
-            **({} if nodes.host is None else {"is_host": str(nodes.host).lower()}),
+            **({} if (host := nodes.keeps_the_meeting_point) is None else {"is_host": str(host).lower()}),
         )
     try:
         handler = rendezvous.get_rendezvous_handler(where)

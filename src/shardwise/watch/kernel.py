@@ -59,6 +59,7 @@ class MemoryWord:
         for file in self._counters:
             before, now = self._before[file] or 0, _count(file) or 0
             if now > before:
+                self._before[file] = now  # the next kill needs a word of its own
                 return f"{file} counts {now - before} more"
         return None
 
