@@ -234,3 +234,14 @@ class Hungry(Ragged):
         if os.environ.get("RANK", "1") == "1" and Hungry.forwards == 3:
             torch.empty(2**60, dtype=torch.uint8)
         return super().loss(model, batch)
+
+
+class Forgetful(Ragged):
+    """Counts its batches, and lets the loss depend on it: what is in no checkpoint is lost with the process."""
+
+    batches = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        Forgetful.batches += 1
+        loss = super().loss(model, batch)
+        return Loss(loss.sum * (1 + 0.01 * Forgetful.batches), loss.count)

@@ -27,6 +27,7 @@ EVERYTHING = {
     "plan",
     "bench",
     "verify",
+    "drill",
 }
 
 # Besides itself, `config` and `errors`, which every room may import.
@@ -41,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {"watch"},
     "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
+    "drill": {"data", "checkpoint", "engine", "launch"},
     "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch", "watch"},
     "cli": EVERYTHING,
 }

@@ -219,3 +219,14 @@ def test_a_collective_is_named_as_it_was_called() -> None:
 )
 def test_ranks_are_listed_briefly(numbers: list[int], words: str) -> None:
     assert ranks(numbers) == words
+
+
+def test_gloo_breaks_off_where_ranks_make_different_collectives() -> None:
+    aborted = seen(0, Phase.AGREE, 28, ALL_REDUCE, exit_code=-signal.SIGABRT)
+    verdict = judged(aborted, seen(1, Phase.COMPUTE, 28), world=2)
+    assert verdict.sentence == (
+        "rank 0 broke off (SIGABRT) in step 28 (agreeing on the step), while rank 1 was in step 28 (computing): the ranks do "
+        "not make the same collectives in the same order"
+    )
+    assert (verdict.kind, verdict.guilty) == (Kind.MISMATCH, (0, 1))
+    assert judged(aborted, seen(1, Phase.AGREE, 28), world=2).kind is Kind.CRASH

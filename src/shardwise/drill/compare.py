@@ -38,7 +38,7 @@ def _metrics(whole: Path, torn: Path) -> list[str]:
     expected, found = (_curve(folder / "run" / "metrics.jsonl") for folder in (whole, torn))
     twice = [step for step, number in Counter(step for step, _ in found).items() if number > 1]
     if twice:
-        return [f"metrics.jsonl has step {twice[0]} twice"]
+        return [f"metrics.jsonl has {twice[0]} twice"]
     different = [step for step, value in expected if dict(found).get(step) != value]
     if different or len(found) != len(expected):
         return [f"metrics differ, first at {different[0] if different else 'the end'}"]

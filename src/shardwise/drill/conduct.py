@@ -153,6 +153,9 @@ def _strike(run: _Run, fault: Fault) -> Recovery | None:
     recovery = Recovery(fault, fired["step"])
     if not fault.kind.fatal:
         run.wait_for(lambda: run.steps_since(fired["time"]) >= 1)
+        if fault.kind is Kind.FULL:  # and the user is told
+            told = f"the checkpoint of step {fired['step']} could not be written"
+            run.wait_for(lambda: told in run.output())
         return recovery
 
     def back() -> bool:
@@ -259,6 +262,9 @@ class _Run:
         lines = [line for time, line in self.said if time >= when]
         at = next((number for number, line in enumerate(lines) if line.startswith("restart ")), 0)
         return lines[at - 1] if at else None
+
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text(errors="replace")
 
     def last_words(self) -> str:
         return " / ".join(line for _, line in self.said[-4:]) or "without a word"

@@ -92,6 +92,14 @@ def _on_the_dead(seen: list[Sighting], world: int) -> Verdict:
             f"rank {rank} was killed by SIGKILL{where}, and the kernel says nothing of memory, so somebody did it"
         )
         return Verdict(Kind.KILLED, sentence, (rank,), _step(first))
+    if code == -signal.SIGABRT and (elsewhere := _elsewhere(first, seen)):
+        # gloo aborts the process when what arrives has another size than what is waited for (torch 2.13).
+        sentence = (
+            f"rank {rank} broke off (SIGABRT){where}, while "
+            + ", ".join(f"rank {each.rank} was{_where(each)}" for each in elsewhere)
+            + ": the ranks do not make the same collectives in the same order"
+        )
+        return Verdict(Kind.MISMATCH, sentence, (rank, *(each.rank for each in elsewhere)), _step(first))
     if code is not None and code < 0:
         name = _signal_name(-code)
         place = f" at {first.stack.place.place}" if first.stack.place and -code in _CRASHES else ""
@@ -100,6 +108,15 @@ def _on_the_dead(seen: list[Sighting], world: int) -> Verdict:
         return Verdict(kind, f"rank {rank} {verb} {name}{where}{place}", (rank,), _step(first))
     sentence = f"rank {rank} ended without a word{where}, exit code {code}"
     return Verdict(Kind.SILENT, sentence, (rank,), _step(first))
+
+
+def _elsewhere(first: Sighting, seen: list[Sighting]) -> list[Sighting]:
+    """The ranks that were not where this one was, if it was where ranks meet."""
+    own = first.beat
+    if own is None or own.phase is not Phase.AGREE:
+        return []
+    beats = [(each, each.beat) for each in seen if each.beat is not None and each is not first]
+    return [each for each, beat in beats if (beat.step, beat.phase) != (own.step, own.phase)]
 
 
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
