@@ -20,6 +20,8 @@ from shardwise.drill.compare import differences
 from shardwise.drill.faults import Fault, Kind
 from shardwise.errors import ShardwiseError
 
+NOT_WRITTEN = "could not be written to"
+"""What is said of a checkpoint that failed."""
 PATIENCE = 180.0
 """Seconds in which a run must come back from a fault, beyond the time after which a hang is noticed."""
 
@@ -137,6 +139,7 @@ def _disturb(run: _Run, left: list[Fault], result: Result, say: Callable[[str], 
 
 def _strike(run: _Run, fault: Fault) -> Recovery | None:
     """None: the run ended before it could happen."""
+    told_before = run.output().count(NOT_WRITTEN)
     if fault.kind is Kind.LAUNCHER:
         fired: dict[str, Any] = {"time": time.monotonic(), "step": run.log.last_step()}
         run.kill_launcher()
@@ -154,8 +157,7 @@ def _strike(run: _Run, fault: Fault) -> Recovery | None:
     if not fault.kind.fatal:
         run.wait_for(lambda: run.steps_since(fired["time"]) >= 1)
         if fault.kind is Kind.FULL:  # and the user is told
-            told = f"the checkpoint of step {fired['step']} could not be written"
-            run.wait_for(lambda: told in run.output())
+            run.wait_for(lambda: run.output().count(NOT_WRITTEN) > told_before)
         return recovery
 
     def back() -> bool:
