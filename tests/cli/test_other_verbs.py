@@ -107,3 +107,28 @@ def test_export_answers_what_it_cannot_do(tmp_path: Path) -> None:
     done = shardwise(tmp_path, "export", "run", "--to", "model")
     assert done.returncode == 2 and "there is no checkpoint" in done.stderr
     assert not (tmp_path / "model").exists() and not list(tmp_path.glob(".model*"))
+
+
+def test_nothing_in_a_run_folder_is_taken_for_code(tmp_path: Path) -> None:
+    """A run folder from somebody else, whose config names a module that lies in it."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("task: evil:Task\n")
+    (run / "run.json").write_text(json.dumps({"import_from": [str(run)]}))
+    for name in ("evil", "wandb", "chess"):
+        (run / f"{name}.py").write_text("import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n")
+    done = shardwise(tmp_path, "export", "run", "--to", "model")
+    assert done.returncode == 2 and "is not run on the word of a run folder" in done.stderr
+    (run / "config.yaml").write_text("task: chess\n")
+    assert shardwise(tmp_path, "export", "run", "--to", "model").returncode == 2
+    assert not list(run.glob("*.ran"))
+
+
+def test_a_task_of_ones_own_is_exported_with_the_config_that_the_user_names(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("task: tests.tasks:Ragged\ntraining: {strategy: single, max_steps: 2}\n")
+    assert shardwise(tmp_path, "train", "own.yaml").returncode == 0
+    done = shardwise(tmp_path, "export", "runs/own", "--to", "model", "--config", "own.yaml")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "other.yaml").write_text("task: chess\n")
+    done = shardwise(tmp_path, "export", "runs/own", "--to", "again", "--config", "other.yaml")
+    assert done.returncode == 2 and "has task: chess, but the run trained tests.tasks:Ragged" in done.stderr

@@ -1,13 +1,20 @@
-"""`shardwise export RUN --to FOLDER`."""
+"""`shardwise export RUN --to FOLDER`.
+
+A run folder may come from anywhere, so nothing in it is taken for code: a task of the user's own is imported only as a config
+says that the user names.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", default="best", metavar="WHICH", help="best (default), last, or the path of a checkpoint"
     )
+    parser.add_argument("--config", metavar="FILE", help="the YAML file of the run, needed for a task of your own")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.checkpoint import CheckpointStore
     from shardwise.checkpoint.export import export_checkpoint
-    from shardwise.config import load_config
     from shardwise.config.load import make_task
     from shardwise.errors import ShardwiseError
 
@@ -30,8 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise ShardwiseError(f"{folder} is not the folder of a run: it has no config.yaml")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"--to {target} is there already and not empty: name a new folder")
-    sys.path += _import_from(folder)
-    config = load_config(folder / "config.yaml")
+    config = _config(folder, args.config)
     # A run folder may have been moved: its checkpoints are looked for where it is now.
     inside = folder / "checkpoints"
     store = CheckpointStore(inside if inside.is_dir() else Path(config.checkpoint_folder))
@@ -64,9 +70,25 @@ def _umask() -> int:
     return current
 
 
-def _import_from(folder: Path) -> list[str]:
-    """Where a task of the user's own lay when it was trained."""
+def _config(folder: Path, trusted: str | None) -> Config:
+    """The run's config; where its task is code of the user's own, the one that the user names."""
+    import yaml
+
+    from shardwise.config import load_config
+    from shardwise.errors import ShardwiseError
+
     try:
-        return list(json.loads((folder / "run.json").read_text())["import_from"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        task = yaml.safe_load((folder / "config.yaml").read_text())["task"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ShardwiseError(f"{folder / 'config.yaml'} is not the config of a run: {error}") from None
+    if trusted is not None:
+        config = load_config(trusted)
+        if config.task != task:
+            raise ShardwiseError(f"--config {trusted} has task: {config.task}, but the run trained {task}")
+        return config
+    if ":" in str(task):
+        raise ShardwiseError(
+            f"this run's task is {task}, code of its own, which is not run on the word of a run folder. Name the config that "
+            f"it was trained with:  shardwise export {folder} --to … --config YOUR.yaml"
+        )
+    return load_config(folder / "config.yaml")

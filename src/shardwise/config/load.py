@@ -47,16 +47,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not a text file") from None
-    # A task of the user's own is usually a module beside the config.
-    for folder in (str(Path.cwd()), str(file.resolve().parent)):
-        if folder not in sys.path:
-            sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
-    config = parse_config(text, overrides, where=str(file), name=file.stem)
-    config._folder = str(file.resolve().parent)
-    return config
+    return parse_config(text, overrides, where=str(file), name=file.stem, beside=file.resolve().parent)
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config", name: str = "run") -> Config:
+def parse_config(
+    text: str,
+    overrides: Sequence[str] = (),
+    *,
+    where: str = "config",
+    name: str = "run",
+    beside: Path | None = None,
+) -> Config:
+    """`beside`: the folder of the file, where a task of the user's own usually is a module."""
     document = read_yaml(text, where)
     if not isinstance(document.values, dict):
         raise ConfigError(f"{where}: a config is a mapping of keys to values, for example 'task: chess'")
@@ -65,6 +67,10 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "conf
     document.values.setdefault("name", name)
     if "task" not in document.values:
         raise ConfigError(f"{where}: the key 'task' is missing. What should be trained? For example: task: chess")
+    if beside is not None and document.values["task"] not in (OWN, *BUILT_IN_TASKS):
+        for folder in (str(Path.cwd()), str(beside)):
+            if folder not in sys.path:
+                sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
     schema = config_class(document.values["task"], where)
     try:
         return schema.model_validate(document.values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SerializeAsAny, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
 
 Strategy = Literal["single", "dp", "ddp", "zero1", "fsdp", "pipeline", "tensor"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true"]
@@ -315,13 +315,6 @@ class Config(Block):
     tokenizer: SerializeAsAny[Block] = Field(default_factory=Block, description="How samples become numbers.")
     model: SerializeAsAny[Block] = Field(default_factory=Block, description="What is trained.")
     training: Training = Field(default_factory=Training, description="How it is trained; the same for every task.")
-
-    _folder: str | None = PrivateAttr(None)
-
-    @property
-    def folder(self) -> str | None:
-        """Where the file lay, if it was read from one: a task of the user's own may be a module beside it."""
-        return self._folder
 
     @property
     def run_folder(self) -> str:

@@ -94,9 +94,7 @@ class Changes:
             training.pop(key, None)
         training.update(self.put)
         values.update(top)
-        changed = type(config).model_validate(values)
-        changed._folder = config._folder
-        return changed
+        return type(config).model_validate(values)
 
 
 def as_asked(config: Config, job: Job) -> Config:

@@ -110,7 +110,6 @@ class RunFolder:
             "python": platform.python_version(),
             "host": platform.node(),
             "command": sys.argv,
-            "import_from": [str(Path.cwd()), *([config.folder] if config.folder else [])],
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **facts,
         }
