@@ -199,8 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
             for beat in read_beats(given.beats).values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
-            return 1
+            break
         time.sleep(1.0)
+    shutil.rmtree(given.beats, ignore_errors=True)
     return 0
 
 
