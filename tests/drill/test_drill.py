@@ -58,11 +58,12 @@ def test_a_task_that_remembers_what_no_checkpoint_has_is_found_out(tmp_path: Pat
 
 
 def test_the_schedule_follows_from_the_seed_and_has_every_kind_equally_often() -> None:
-    faults = schedule(5, 60, list(Kind), world=4)
-    assert faults == schedule(5, 60, list(Kind), world=4)
-    assert faults != schedule(6, 60, list(Kind), world=4)
+    faults = schedule(5, 60, list(Kind), world=4, saved_every=2)
+    assert faults == schedule(5, 60, list(Kind), world=4, saved_every=2)
+    assert faults != schedule(6, 60, list(Kind), world=4, saved_every=2)
     assert set(Counter(fault.kind for fault in faults).values()) == {60 // len(Kind)}
     assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+    assert {fault.steps for fault in faults} == {1, 2, 3, 4}
     assert [fault.number for fault in faults] == list(range(60))
 
 

@@ -54,19 +54,16 @@ def run(args: argparse.Namespace) -> int:
         shutil.rmtree(_only_a_drill(folder))
     folder.mkdir(parents=True)
     (folder / "drill.json").write_text(json.dumps({"seed": seed, "count": args.count, "config": args.config}) + "\n")
-    plan = Plan(
-        str(Path(args.config).resolve()),
-        (*args.set, *_overrides(config, args)),
-        args.ranks,
-        folder,
-        HANG_SECONDS,
-    )
+    often = config.training.checkpoint_every_n_steps
+    saved_every = often if often and often <= args.steps // 4 else max(2, args.steps // 20)
+    overrides = (*args.set, *_overrides(config.training.max_steps, saved_every, args))
+    plan = Plan(str(Path(args.config).resolve()), overrides, args.ranks, folder, HANG_SECONDS)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
     say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
-    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks), say)
+    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), say)
     if args.json:
         print(json.dumps(as_data(result, seed), indent=1))
     else:
@@ -91,16 +88,12 @@ HANG_SECONDS = 6.0
 """Drills do not wait as long for a sign of life as trainings do."""
 
 
-def _overrides(config: object, args: argparse.Namespace) -> list[str]:
+def _overrides(max_steps: int | None, saved_every: int, args: argparse.Namespace) -> list[str]:
     """What makes a training into one that can be drilled in minutes."""
-    from shardwise.config import Config
-
-    assert isinstance(config, Config)
-    often = config.training.checkpoint_every_n_steps
     return [
         f"training.num_gpus={args.ranks}",
-        f"training.max_steps={min(args.steps, config.training.max_steps or args.steps)}",
-        f"training.checkpoint_every_n_steps={often if often and often <= args.steps // 4 else max(2, args.steps // 10)}",
+        f"training.max_steps={min(args.steps, max_steps or args.steps)}",
+        f"training.checkpoint_every_n_steps={saved_every}",
         "training.log_every_n_steps=1",
         f"training.hang_timeout={HANG_SECONDS}",
         "training.keep_last=3",

@@ -15,7 +15,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
 
 
-def made_once(path: Path, make: Callable[[Path], None]) -> Path:
+def made_once(path: Path, make: Callable[[Path], object]) -> Path:
     """The file or folder at `path`; if it is not there, `make` writes it under another name and it is moved into place.
 
     Two processes may both make it; the first to finish wins, and nobody ever reads a half.

@@ -169,7 +169,7 @@ def _strike(run: _Run, fault: Fault) -> Recovery | None:
         raise _Lost(
             f"after {fault.kind.words} in rank {fault.rank} at step {fired['step']} the run ended: {run.last_words()}"
         )
-    before = max((each["step"] for each in run.log.of(0, "stepped") if each["time"] <= fired["time"]), default=0)
+    before = [each["step"] for each in run.log.of(0, "stepped") if each["time"] <= fired["time"]][-1]
     began = run.log.after(0, "began", fired["time"]) or {}
     stepped = run.log.after(0, "stepped", began["time"]) or {}
     decided = max(fired["time"], min(run.restart_after(fired["time"]), began["time"]))

@@ -64,11 +64,15 @@ class Fault:
     """Where within a step, from 0 to 1; for files, where within the file."""
 
 
-def schedule(seed: int, count: int, kinds: Sequence[Kind], world: int) -> list[Fault]:
-    """Every kind in turn, in a new order each time round, so that none is missing."""
+def schedule(seed: int, count: int, kinds: Sequence[Kind], world: int, saved_every: int) -> list[Fault]:
+    """Every kind in turn, in a new order each time round, so that none is missing.
+
+    They come up to two checkpoints apart: some before there is a new one, and yet the run gets on.
+    """
     chance = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < count:
         for kind in chance.sample(list(kinds), len(kinds)):
-            faults.append(Fault(len(faults), kind, chance.randrange(world), chance.randint(1, 4), chance.random()))
+            steps = chance.randint(1, 2 * saved_every)
+            faults.append(Fault(len(faults), kind, chance.randrange(world), steps, chance.random()))
     return faults[:count]

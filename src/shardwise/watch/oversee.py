@@ -26,6 +26,8 @@ from shardwise.watch.verdict import Sighting, Verdict, verdict_on
 
 TO_TELL = 5.0
 """Seconds that a rank has to write down where it is."""
+BUSY = 0.25
+"""A rank that uses more than this share of a processor computes; one that waits uses a little for telling where it is."""
 ALIVE = 0.02
 """A rank that starts up and uses more than this share of a processor is alive, however long it takes."""
 
@@ -77,9 +79,10 @@ class Overseer:
     def sightings(self, ended: Mapping[int, tuple[int, float]]) -> list[Sighting]:
         beats, errors = read_beats(self.beats), read_failures(self.beats)
         pids = {rank: beat.pid for rank, beat in beats.items() if rank not in ended}
-        before = {rank: cpu_seconds(pid) for rank, pid in pids.items()}
+        before, began = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, time.monotonic()
         if not ended and not errors:
             self._ask_where(pids)
+        much = BUSY * (time.monotonic() - began)
         seen = []
         for rank in sorted({*beats, *errors, *ended}):
             code, died_at = ended.get(rank, (None, 0.0))
@@ -90,7 +93,7 @@ class Overseer:
                     beats.get(rank),
                     parse_stack(_text(self.stack_file(rank))),
                     state_of(pids[rank]) if rank in pids else "",
-                    rank in pids and cpu_seconds(pids[rank]) > before[rank],
+                    rank in pids and cpu_seconds(pids[rank]) - before[rank] > much,
                     code,
                     died_at,
                     errors.get(rank),
@@ -196,8 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
             for beat in read_beats(given.beats).values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
-            return 1
+            break
         time.sleep(1.0)
+    shutil.rmtree(given.beats, ignore_errors=True)
     return 0
 
 

@@ -14,6 +14,7 @@ import chess
 import numpy as np
 
 from shardwise.config.chess import ChessData
+from shardwise.data.cache import cache_folder, made_once
 from shardwise.data.holdout import hold_out
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def load_games(options: ChessData, seed: int) -> tuple[Sequence[str], Sequence[str]]:
     """Training and validation texts. No game is in both."""
     if options.source == "synthetic":
-        texts: Sequence[str] = [random_game(seed, index, options.max_plies) for index in range(options.num_games)]
+        texts: Sequence[str] = _random_games(seed, options.num_games, options.max_plies)
         held_out: Sequence[str] | None = None
     elif options.source == "local":
         texts = _read_files(options.paths, options.text_column)
@@ -36,6 +37,20 @@ def load_games(options: ChessData, seed: int) -> tuple[Sequence[str], Sequence[s
     if held_out is not None:
         return texts, held_out
     return _split(texts, options.valid_fraction, seed)
+
+
+def _random_games(seed: int, number: int, max_plies: int) -> list[str]:
+    """Made once, and kept: a run that starts again does not play them again."""
+    file = cache_folder() / "synthetic" / f"chess-{chess.__version__}-{seed}-{number}-{max_plies}.txt"
+
+    def play(aside: Path) -> None:
+        aside.write_text("\n".join(random_game(seed, index, max_plies) for index in range(number)))
+
+    games = made_once(file, play).read_text().split("\n")
+    if len(games) != number:  # cut short, by a machine that went down
+        file.unlink()
+        games = made_once(file, play).read_text().split("\n")
+    return games
 
 
 def random_game(seed: int, index: int, max_plies: int) -> str:
