@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardwise.checkpoint import state
 from shardwise.tasks import Loss
 from tests.distributed import work
 from tests.distributed.pool import RankPool
@@ -391,3 +393,34 @@ def test_a_resume_without_a_checkpoint_leaves_nothing(ranks: RankPool, tmp_path:
     with pytest.raises(AssertionError, match="there is no whole checkpoint"):
         fit(ranks, tmp_path, DDP, resume="latest")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_last_checkpoint_that_could_not_be_written_is_tried_once_more(ranks: RankPool, tmp_path: Path) -> None:
+    for often, ends_well in ((1, True), (2, False)):
+        folder = tmp_path / str(often)
+        folder.mkdir()
+        job = functools.partial(_disk_full_at_the_end, often)
+        if ends_well:
+            outcome = ranks.run(2, job, CONFIG, [*DDP, "training.max_epochs=1"], str(folder))[0]
+            assert outcome["output"].count("No space left on device; training goes on") == 1
+            (last,) = (folder / "runs" / "ragged" / "checkpoints").iterdir()
+            assert last.name == "step-00000009"
+        else:
+            with pytest.raises(AssertionError, match="the checkpoint of step 9 could not be written"):
+                ranks.run(2, job, CONFIG, [*DDP, "training.max_epochs=1"], str(folder))
+
+
+def _disk_full_at_the_end(often: int, text: str, overrides: list[str], folder: str) -> dict[str, Any]:
+    left, write_files = [often], state.write_files
+
+    def full(*args: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_files(*args)
+
+    state.write_files = full
+    try:
+        return work.run_fit(text, overrides, folder)
+    finally:
+        state.write_files = write_files

@@ -84,6 +84,7 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
             _save(session, monitor, metrics)
     if may_roll_back(training) and anew:  # to have something to go back to
         _save(session, monitor, None)
+    metrics = None
     began = time.monotonic()
     for batch in session.batches():
         result = session.step(batch)
@@ -102,7 +103,8 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
         if _save_is_due(session):
             _save(session, monitor, metrics)
         began = time.monotonic()
-    session.wait()
+    if session.steps_done:
+        _settle(session, metrics)
     return False
 
 
@@ -121,13 +123,17 @@ def _save(session: Session, monitor: Monitor, metrics: dict[str, float] | None) 
 
 
 def _leave(session: Session) -> bool:
-    if session.saved_at == session.steps_done:
-        with contextlib.suppress(CheckpointError):  # it has been told; there may be room for it now
-            session.wait()
-    if session.saved_at != session.steps_done:
-        session.save()
-    session.wait()
+    _settle(session, None)
     return True
+
+
+def _settle(session: Session, metrics: dict[str, float] | None) -> None:
+    """The state of this step is in place when this returns. What kept it from being written may have passed: once more."""
+    with contextlib.suppress(CheckpointError):  # it has been told
+        session.wait()
+    if session.saved_at != session.steps_done:
+        session.save(metrics)
+    session.wait()
 
 
 def _owes_an_evaluation(session: Session, monitor: Monitor) -> bool:
