@@ -62,7 +62,9 @@ class World:
 
     def apart(self) -> World:
         """The same ranks over connections of their own, for a thread that must not get in the way of training."""
-        return replace(self, group=dist.new_group(backend="gloo")) if self.connected else self
+        # It waits as long as the slowest disk takes.
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=6)) if self.connected else None
+        return replace(self, group=group)
 
     @property
     def is_first(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,18 +38,20 @@ class Console:
     def say(self, text: str = "") -> None:
         """A line that stays."""
         if self.speaks:
-            self._clear()
-            for line in text.split("\n"):
-                self.terminal.write(f"{self.prefix}{line}\n".rstrip(" "))
-            self.terminal.flush()
+            with _whatever_becomes_of_it():
+                self._clear()
+                for line in text.split("\n"):
+                    self.terminal.write(f"{self.prefix}{line}\n".rstrip(" "))
+                self.terminal.flush()
 
     def show(self, text: str) -> None:
         """The live line: replaced by the next one. On a terminal only."""
         if self.speaks and self.terminal.isatty():
-            self._clear()
-            self.terminal.write(f"{self.prefix}{text}")
-            self.terminal.flush()
-            self._live = True
+            with _whatever_becomes_of_it():
+                self._clear()
+                self.terminal.write(f"{self.prefix}{text}")
+                self.terminal.flush()
+                self._live = True
 
     def close(self) -> None:
         self._clear()
@@ -62,6 +66,17 @@ class Console:
         if self._live:
             self.terminal.write("\r\x1b[K")
             self._live = False
+
+
+@contextmanager
+def _whatever_becomes_of_it() -> Iterator[None]:
+    """A terminal that is gone, or a log file on a full disk, must not end a training; a reader that has left may."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 class _Spoken(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import platform
 import shlex
@@ -21,6 +22,8 @@ from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
 
+log = logging.getLogger("shardwise")
+
 
 class RunFolder:
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -28,6 +31,8 @@ class RunFolder:
         self.rank = rank
         self._streams: dict[Path, IO[str]] = {}
         self._lock: int | None = None
+        self._troubled: set[Path] = set()
+        """Files that could not be written, which was said once."""
         self._aside: Path | None = None
         """Where the run went that lay here before."""
         self._made: list[Path] = []
@@ -148,10 +153,16 @@ class RunFolder:
         self._lock = None
 
     def _append(self, file: Path, record: dict[str, Any]) -> None:
-        if file not in self._streams:
-            self._streams[file] = file.open("a")
-        self._streams[file].write(json.dumps(record) + "\n")
-        self._streams[file].flush()
+        """A disk that is full or gone for a while must not end a training: what could not be written is kept for later."""
+        try:
+            if file not in self._streams:
+                self._streams[file] = file.open("a")
+            self._streams[file].write(json.dumps(record) + "\n")
+            self._streams[file].flush()
+        except OSError as error:
+            if file not in self._troubled:
+                log.warning("%s cannot be written: %s; training goes on", file, error.strerror)
+            self._troubled.add(file)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""What a run writes beside its checkpoints: a disk that is full for a while costs nothing, and no secret gets there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardwise.watch.console import Console
+from shardwise.watch.run_folder import RunFolder
+from tests.cli.program import shardwise
+
+
+@contextmanager
+def no_file_longer_than(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_metrics_that_could_not_be_written_are_written_later_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("shardwise"), "propagate", True)
+    folder = RunFolder(tmp_path)
+    folder.add_metrics({"step": 1})
+    with no_file_longer_than(20):
+        for step in (2, 3, 4):
+            folder.add_metrics({"step": step})
+    folder.add_metrics({"step": 5})
+    folder.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'metrics.jsonl'} cannot be written: File too large; training goes on"
+    ], "it is said once"
+
+
+def test_a_log_on_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log.txt").open("w") as log:
+        monkeypatch.setattr("sys.stdout", log)
+        console = Console(0, 1, tmp_path)
+        try:
+            with no_file_longer_than(10):
+                console.say("a line that is longer than there is room for")
+            console.say("another")
+        finally:
+            console.close()
+    assert (tmp_path / "log.txt").read_text().endswith("another\n")
+
+
+def test_secrets_of_the_environment_are_in_no_file_of_a_run_and_not_in_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "task: tests.tasks:Ragged\ntraining: {strategy: single, max_steps: 2, logger: [tensorboard, wandb]}\n"
+    )
+    secrets = {"WANDB_API_KEY": "s3cret-" + "a" * 33, "AWS_SECRET_ACCESS_KEY": "s3cret-b", "HF_TOKEN": "s3cret-c"}
+    done = shardwise(tmp_path, "train", "a.yaml", **secrets)
+    assert done.returncode == 0, done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+    files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    assert len(files) > 5
+    assert [file for file in files if b"s3cret" in file.read_bytes()] == []
