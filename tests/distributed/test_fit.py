@@ -98,9 +98,13 @@ def test_metrics_of_an_interrupted_and_resumed_run_are_those_of_the_uninterrupte
     # Interrupted between two checkpoints: steps 5 to 7 are lost.
     with pytest.raises(AssertionError, match="power cut"):
         ranks.run(2, functools.partial(_fit_until, 7), CONFIG, every, str(parts))
-    fit(ranks, parts, every, resume="auto")
-    a, b = (_comparable(folder / "runs" / "ragged" / "metrics.jsonl") for folder in (whole, parts))
+    # The folder was moved meanwhile, and the run goes on where it is now.
+    moved = tmp_path / "moved"
+    (parts / "runs" / "ragged").rename(moved)
+    fit(ranks, parts, [*every, f"run_dir={moved}"], resume="auto")
+    a, b = (_comparable(folder / "metrics.jsonl") for folder in (whole / "runs" / "ragged", moved))
     assert a == b
+    assert not (parts / "runs" / "ragged").exists()
 
 
 def _fit_until(step: int, text: str, overrides: list[str], folder: str) -> None:
