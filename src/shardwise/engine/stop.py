@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-AGAIN = 75
-"""The exit code that says: run me again (EX_TEMPFAIL)."""
-INTERRUPTED = 128 + signal.SIGINT
+from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
+
 ASKED_BY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 MARGIN = 0.05
 """Share of the time limit that is kept in reserve, up to MOST_MARGIN seconds."""

@@ -23,14 +23,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 from shardwise.watch.beats import Phase, read_beats
+from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
 from shardwise.watch.oversee import Overseer
 from shardwise.watch.verdict import Kind, Verdict
 
-AGAIN = 75
-"""The exit code of a run that was asked to leave, and did with a checkpoint: run it again (EX_TEMPFAIL)."""
-INTERRUPTED = 130
-"""The same, by Ctrl-C."""
 GRACE = 2.0
 """Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
 GRACE_AFTER_A_KILL = 0.3

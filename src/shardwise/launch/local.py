@@ -24,11 +24,12 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from shardwise.config import Config
 from shardwise.errors import LaunchError
-from shardwise.launch.agent import AGAIN, INTERRUPTED, Agent, Job
+from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
+from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
 
 
