@@ -3,9 +3,10 @@
 python benchmarks/reliability/stall.py [--parameters 25] [--ranks 2] [--write benchmarks/reliability/DATE-stall.md]   CPU
 python benchmarks/reliability/stall.py --parameters 1260 --ranks 1                                                     GPU
 
-A model of linear layers with AdamW (12 bytes per parameter), steps in between. What a save costs is what it and the step
-after it took longer than steps do otherwise, with the device waited for; a synchronous save is the same save waited for. The
-first asynchronous one is told apart, because it may have to take memory for the copy.
+A model of linear layers with AdamW (12 bytes per parameter), steps in between. Training stands still while `session.save()`
+runs; on a GPU, where the copies run beside the next step, it is what save and step together took longer than a step does. On a
+CPU the thread that writes also takes processor time from the steps that follow: that is the last column. A synchronous save is
+the same save waited for. The first asynchronous one is told apart, because it may have to take memory for the copy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-STEPS_BETWEEN, SAVES = 4, 4
+STEPS_BETWEEN, SAVES = 4, 8
 
 
 def rank(millions: float, strategy: str, folder: str) -> None:
@@ -51,16 +52,17 @@ def rank(millions: float, strategy: str, folder: str) -> None:
             loss=lambda model, batch: Loss(model(inputs).float().square().sum(), len(batch)),
         )
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
+        slower: dict[str, list[float]] = {"sync": [], "async": []}
         behind: list[float] = []
         session.on_written = lambda written: behind.append(written.seconds)
         batches = session.batches()
         batch_of = iter(batches)
         not_async = session.config.training.model_copy(update={"async_checkpoint": False})
 
-        def seconds_of(action: Callable[[], object]) -> float:
+        def seconds_of(action: Callable[[], object], *, settled: bool = True) -> float:
             began = time.perf_counter()
             action()
-            if on_gpu:
+            if on_gpu and settled:
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
@@ -71,9 +73,11 @@ def rank(millions: float, strategy: str, folder: str) -> None:
             usual = statistics.median(
                 [seconds_of(lambda: session.step(next(batch_of))) for _ in range(STEPS_BETWEEN)][1:]
             )
-            # Together: the copy out of the device runs beside the step.
-            both = seconds_of(lambda: (session.save(), session.step(next(batch_of))))
-            stalls[kind].append(max(0.0, both - usual))
+            saving = seconds_of(session.save, settled=False)
+            after = seconds_of(lambda: session.step(next(batch_of)))
+            excess = max(0.0, saving + after - usual)
+            stalls[kind].append(excess if on_gpu and kind == "async" else saving)
+            slower[kind].append(max(0.0, after - usual))
             session.wait()
         if session.world.is_first:
             device = torch.cuda.get_device_name() if session.world.device.type == "cuda" else f"{os.cpu_count()} cores"
@@ -83,7 +87,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
                 f"| {device}, {session.world.size} × {strategy} | {layers * width**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
                 f"{statistics.median(stalls['sync']):.3f} s | {first:.3f} s | {statistics.median(rest):.3f} s "
                 f"({min(rest):.3f}–{max(rest):.3f}) | {statistics.median(rest) / statistics.median(stalls['sync']):.1%} | "
-                f"{statistics.median(behind):.2f} s |",
+                f"{statistics.median(behind):.2f} s | {statistics.median(slower['async'][1:]):.3f} s |",
                 flush=True,
             )
 
@@ -119,7 +123,8 @@ def main() -> None:
         ranks = [
             subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={
                 **os.environ, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(args.ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.ranks))})
             for number in range(args.ranks)
         ]  # fmt: skip
         outputs = [each.communicate(timeout=900)[0] for each in ranks]
@@ -137,8 +142,8 @@ def main() -> None:
             f"torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Made by "
             f"`benchmarks/reliability/stall.py`: AdamW, {SAVES} saves of each kind, medians; rank 0's clock.",
             "",
-            "| where | parameters, checkpoint | synchronous | first asynchronous | next ones | of synchronous | in place after |",
-            "|---|---|---|---|---|---|---|",
+            "| where | checkpoint | synchronous | first asynchronous | next ones | of that | in place after | next step slower |",
+            "|---|---|---|---|---|---|---|---|",
             *rows,
         ]
     )

@@ -18,6 +18,7 @@ from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Progress, Saver, load_into, load_model
 from shardwise.checkpoint import saver as saver_room
+from shardwise.checkpoint import state as state_room
 from shardwise.checkpoint import tensors as tensors_room
 from shardwise.data import Cursor
 from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
@@ -181,6 +182,29 @@ def test_a_second_one_waits_for_the_first_so_that_there_is_never_more_than_one_c
     assert [written.step for written in saver.wait()] == [1, 2]
     assert saver._stage.files[0].body.data_ptr() == memory
     assert [found.step for found in store.every()] == [1, 2]
+
+
+def test_who_writes_what_is_agreed_once_and_anew_when_there_are_other_tensors(
+    store: CheckpointStore, saver: Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    planned: list[int] = []
+    save = state_room.save
+    monkeypatch.setattr(state_room, "save", lambda *args, **more: (planned.append(1), save(*args, **more)))
+    for number in (1, 2, 3):
+        if number == 3:
+            model.register_buffer("later", torch.arange(5))
+        step(model, optimizer)
+        saver.save(model, optimizer, progress(number))
+        expected = copied(model)
+        (written,) = saver.wait()
+        assert written.problem is None
+        other, _ = trained(seed=1)
+        if number == 3:
+            other.register_buffer("later", torch.zeros(5, dtype=torch.int64))
+        load_model(other, written.path)
+        assert same(expected, copied(other))
+        assert len(planned) == (2 if number == 3 else 1)
 
 
 # ---------------------------------------------------------------- failures

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardwise.checkpoint.store import CheckpointStore
-from shardwise.checkpoint.tensors import INDEX, SafeLoadPlanner, Shelf, Stage, write_files, write_index
+from shardwise.checkpoint.tensors import INDEX, Agreed, SafeLoadPlanner, Shelf, Stage, write_files, write_index
 from shardwise.data import Cursor
 from shardwise.data.manifest import FileEntry, problems_of, read_manifest
 from shardwise.errors import CheckpointError
@@ -76,10 +77,18 @@ def stage_from(
     """
     weights = {f"model.{original_name(name)}" for name, _ in model.named_parameters(remove_duplicate=False)}
     stage.changed_by_update = lambda name: name in weights or name.startswith("optimizer.")
+    state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=world.is_first)
+    asked = planner.create_local_plan().items
+    # Who writes what stays the same from one checkpoint to the next, unless somebody has other tensors than before.
+    if stage.agreed is not None and not world.sum(asked != stage.agreed.asked)[0]:
+        stage.write_data(stage.agreed.given, planner)
+        return
     try:
         with _quiet():
-            state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
-            save(state, storage_writer=stage, no_dist=not world.connected)
+            save(state, storage_writer=stage, planner=planner, no_dist=not world.connected)
+        stage.agreed = Agreed(asked, planner.plan)
     except CheckpointException as error:
         raise CheckpointError(f"the model's state cannot be kept in a checkpoint: {_first_cause(error)}") from error
 

@@ -74,6 +74,14 @@ class StagedFile:
     body: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What this rank has, and what of it all ranks have agreed that it writes."""
+
+    asked: list[WriteItem]
+    given: SavePlan
+
+
 class Stage(StorageWriter):
     """What this rank has to write, copied into memory of its own. The memory is kept for the next time.
 
@@ -87,6 +95,7 @@ class Stage(StorageWriter):
         self.files: list[StagedFile] = []
         self.index: dict[str, Any] | None = None
         """What is where, over all ranks. On rank 0 alone."""
+        self.agreed: Agreed | None = None
         self.changed_by_update: Callable[[str], bool] = lambda name: False
         """Whether a tensor stays as it is until the optimizer's next step."""
         self._buffers: list[torch.Tensor] = []

@@ -72,7 +72,12 @@ def run(args: argparse.Namespace) -> int:
         import torch
 
         command = " ".join(
-            ["shardwise drill", args.config, f"--count {args.count}", f"--seed {seed}", f"--ranks {args.ranks}"]
+            [
+                "shardwise drill",
+                args.config,
+                f"--count {args.count} --seed {seed} --ranks {args.ranks} --steps {args.steps}",
+            ]
+            + [f"--set {change}" for change in args.set]
         )
         Path(args.report).write_text(
             f"# A drill\n\n`{command}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
