@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -58,7 +61,8 @@ def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_
     assert kinds == [("killed", [1]), ("paused", [0]), ("hang", [1]), ("crash", [0]), ("error", [1])]
     assert done.stderr.count("restart ") == 5 and "Traceback" not in done.stderr
     assert "restart 1 of 5: from the beginning, there is no checkpoint yet" in done.stderr
-    assert "restart 2 of 5: going on from step 2" in done.stderr
+    # It is chance whether the last checkpoint before a fault is in place already: it is written while training goes on.
+    assert re.search(r"restart 2 of 5: going on from step [24]$", done.stderr, re.MULTILINE)
     hang = verdicts(torn)[2]["sentence"]
     assert hang.startswith("rank 1 is in the computation of step") and "(tests/tasks.py:" in hang
     assert "; rank 0 waits in the reduction of gradients of step" in hang
@@ -79,10 +83,12 @@ def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path:
 
 
 @contextmanager
-def launcher(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """A launcher, and a way to wait for a line of it."""
+def launcher(
+    folder: Path, *arguments: str, within: tuple[str, ...] = ()
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A launcher, and a way to wait for a line of it. `within`: a command that runs it, such as `ip netns exec`."""
     process = subprocess.Popen(
-        [SHARDWISE, "train", "ragged.yaml", *arguments],
+        [*within, SHARDWISE, "train", "ragged.yaml", *arguments],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -159,6 +165,67 @@ def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(
         host_says("checkpoint runs/ragged/checkpoints/step")
         host.terminate()
         assert host.wait(timeout=60) == 75
+    b = curve(parts)
+    assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
+    a = curve(whole)
+    assert [step for step, *_ in a] == [step for step, *_ in b]
+    assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
+
+
+@pytest.fixture
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them, as two machines have; needs root and iproute2."""
+    names = f"sw{os.getpid()}a", f"sw{os.getpid()}b"
+    if (
+        os.geteuid()
+        or shutil.which("ip") is None
+        or subprocess.run(["ip", "netns", "add", names[0]], check=False).returncode
+    ):
+        pytest.skip("network namespaces need root and iproute2")
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        for number, name in enumerate(names, start=1):
+            ip("-n", name, "addr", "add", f"10.87.0.{number}/24", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+
+
+def test_a_link_that_is_cut_is_judged_and_the_machine_that_is_left_goes_on(
+    tmp_path: Path, two_networks: tuple[str, str]
+) -> None:
+    """Nothing is reset or refused: what was sent never arrives, and only silence tells."""
+    whole, parts = write(tmp_path / "whole", "Ragged"), write(tmp_path / "parts", "Slow")
+    same = [
+        "--set",
+        "training.scheduler={name: constant}",
+        "--set",
+        "training.max_epochs=99",
+        "--set",
+        "training.num_gpus=1",
+    ]
+    meeting = ["--nodes", "1:2", "--rendezvous", "10.87.0.1:29477", *same]
+    here, there = (("ip", "netns", "exec", name) for name in two_networks)
+    with launcher(parts, *meeting, "--node-host", within=here) as (host, host_says):
+        host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
+        with launcher(parts, *meeting, within=there):
+            host_says("batch 3 per device × 1 accumulation × 2 devices → 3")
+            host_says("checkpoint runs/ragged/checkpoints/step")
+            subprocess.run(["ip", "-n", two_networks[1], "link", "set", "cable", "down"], check=True)
+            host_says("rank 1, of which nothing is seen here: the machine, or the link to it, is lost or hangs")
+            host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
+            host_says("checkpoint runs/ragged/checkpoints/step")
+        host.terminate()
+        assert host.wait(timeout=60) == 75
+    assert [verdict["kind"] for verdict in verdicts(parts)] == ["lost"]
     b = curve(parts)
     assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
     a = curve(whole)

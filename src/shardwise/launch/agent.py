@@ -66,6 +66,8 @@ class Agent(LocalElasticAgent):
         self._ended_here: set[int] = set()
         """Local ranks that were ended from here."""
         self._looked_at = 0.0
+        self._hang: Verdict | None = None
+        """On ranks that hung and were ended for it."""
         self._before: tuple[str, int | None] | None = None
         """The error of the attempt before, and its step."""
 
@@ -107,7 +109,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.overseer.forget()
-        self._ended, self._ended_here = {}, set()
+        self._ended, self._ended_here, self._hang = {}, set(), None
         job = self.job
         worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
@@ -117,11 +119,12 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        hang = self._look_for_a_hang()
+        if self._hang is None:  # the agent may see only at its next turn that they have ended
+            self._hang = self._look_for_a_hang()
         self._settle_the_dead()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._after_a_failure(worker_group, hang)
+            self._after_a_failure(worker_group)
         elif result.state == WorkerState.SUCCEEDED and self._others_left(result):
             say("other machines have left or joined; going on with those that are there")
             self._restart_workers(worker_group)
@@ -199,10 +202,10 @@ class Agent(LocalElasticAgent):
             self._kill(self._processes())
         return verdict
 
-    def _after_a_failure(self, worker_group: WorkerGroup, hang: Verdict | None) -> None:
+    def _after_a_failure(self, worker_group: WorkerGroup) -> None:
         by_rank = {worker_group.workers[local].global_rank: end for local, end in self._ended.items()}
-        verdict = self.verdict = hang or self.overseer.judge(by_rank)
-        self.final = self._why_not_again(verdict, hang is not None)
+        verdict = self.verdict = self._hang or self.overseer.judge(by_rank)
+        self.final = self._why_not_again(verdict, self._hang is not None)
         if self.final is not None or not self._remaining_restarts:
             self._remaining_restarts = 0
             return
