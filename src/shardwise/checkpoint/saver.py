@@ -6,6 +6,7 @@ At most one is under way. The next one waits for it, so that memory for one copy
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -35,12 +36,25 @@ class Written:
     """Until it was in place, from when it was asked for."""
     problem: str | None = None
     """Why it could not be written. The ones before it are still there."""
+    cause: Exception | None = None
 
 
 class Saver:
-    def __init__(self, store: CheckpointStore, world: World, retire: Callable[[], None]) -> None:
-        """`retire`: called on rank 0 when another checkpoint is in place, to let old ones go. All ranks make one together."""
+    def __init__(
+        self,
+        store: CheckpointStore,
+        world: World,
+        retire: Callable[[], None],
+        alive: Callable[[], None] = lambda: None,
+        patience: float = math.inf,
+    ) -> None:
+        """All ranks make one together.
+
+        `retire`: called on rank 0 when another checkpoint is in place, to let old ones go. `alive`: called every second while
+        training waits for the thread, for as long as `patience` seconds.
+        """
         self.store, self.world, self._retire = store, world, retire
+        self._alive, self._patience = alive, patience
         # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
         self._apart = world.apart()
         self._stage = Stage(world.rank, world.device)
@@ -89,16 +103,24 @@ class Saver:
         return self.finished()
 
     def _join(self, seconds: float | None) -> None:
-        if self._thread is not None:
-            self._thread.join(seconds)
+        """While the thread writes, training is alive, if not for ever: storage may be gone."""
+        began = time.monotonic()
+        while self._thread is not None and self._thread.is_alive():
+            waited = time.monotonic() - began
+            if seconds is not None and waited >= seconds:
+                return
+            if waited < self._patience:
+                self._alive()
+            self._thread.join(1.0 if seconds is None else min(1.0, seconds - waited))
 
     def _write(self, progress: Progress, began: float, stall: float) -> None:
-        path, problem = self.store.place(progress.step), None
+        path, cause = self.store.place(progress.step), None
         try:
             path = write_staged(self._stage, progress, self.store, self._apart)
             if self.world.is_first:
                 with contextlib.suppress(OSError):  # tried again at the next one
                     self._retire()
         except Exception as error:  # whatever it is, training must hear of it: nobody else sees what a thread raises
-            problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, problem))
+            cause = error
+        problem = None if cause is None else str(cause) if isinstance(cause, CheckpointError) else repr(cause)
+        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, problem, cause))

@@ -103,8 +103,8 @@ def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world
         files = write_files(aside, stage.files)
         if stage.index is not None:
             files[INDEX] = write_index(aside, stage.index)
-    except OSError as error:
-        problem = f"rank {world.rank}: {error}"
+    except Exception as error:  # the other ranks wait below, whatever it is
+        problem = f"rank {world.rank}: {error if isinstance(error, OSError) else repr(error)}"
     everyone = world.gather((files, problem))
     if problems := [problem for _, problem in everyone if problem]:
         _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(progress.step))

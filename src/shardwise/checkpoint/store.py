@@ -135,6 +135,9 @@ class CheckpointStore:
             if found.step > step:
                 found.path.rename(self._free_name(f"superseded-{found.path.name.removeprefix(_REPLACED)}"))
 
+    def has_damaged(self) -> bool:
+        return self.folder.is_dir() and any(path.name.startswith("damaged-") for path in self.folder.iterdir())
+
     def leftovers(self) -> list[tuple[Path, str]]:
         """What lies in the folder and is no checkpoint, and why."""
         reasons = {

@@ -81,6 +81,11 @@ def _verify(store: CheckpointStore) -> int:
 
 
 def _repair(store: CheckpointStore) -> int:
+    from shardwise.watch.lock import lock_folder
+
+    run = store.folder.parent
+    for folder in (store.folder, run) if (run / "run.json").exists() else (store.folder,):
+        lock_folder(folder)  # for as long as this process lives: a run that is going on is not repaired
     done = store.repair()
     for sentence in done:
         print(sentence)

@@ -76,9 +76,10 @@ def run(args: argparse.Namespace) -> int:
     restarts = args.max_restarts if args.max_restarts is not None else RESTARTS if count > 1 or nodes else 0
     if count == 1 and not restarts and nodes is None:
         from shardwise.launch.overseen import overseen
+        from shardwise.watch.exit_codes import of_program
 
         with overseen(config):
-            return _train(args)
+            return of_program(_train(args))
     training = config.training
     job = Job(
         _train,
@@ -106,6 +107,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
     from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.launch.overseen import overseen
+    from shardwise.watch.exit_codes import of_program
     from shardwise.watch.failures import peer_lost
 
     rank = os.environ["RANK"]
@@ -114,7 +116,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     def entry() -> int:
         try:
             with overseen(load_config(args.config, args.set)):
-                return _train(args)
+                return of_program(_train(args))
         except Exception as error:
             if peer_lost(error):
                 raise SystemExit(f"[rank {rank}] stopped, because another rank went away") from None
@@ -145,6 +147,7 @@ def _train(args: argparse.Namespace) -> int:
             all_ranks=args.all_ranks,
             stop=stop,
             elastic=again or args.nodes is not None,
+            otherwise=args.resume if again and args.resume not in (None, "auto", "latest") else None,
         )
     except Stopped:
         return stop.exit_code

@@ -74,6 +74,12 @@ def problems_of(folder: Path, *, contents: bool = True, part: tuple[int, int] = 
     number, of = part
 
     def problem(place: int, name: str) -> str | None:
+        try:
+            return found_in(place, name)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+
+    def found_in(place: int, name: str) -> str | None:
         file, entry = folder / name, files[name]
         if Path(name).name != name or not file.is_file():
             return f"{name} is missing"

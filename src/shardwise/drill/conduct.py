@@ -194,7 +194,11 @@ class _Run:
     def start(self) -> None:
         given = {
             "config": self.plan.config,
-            "overrides": [*self.plan.overrides, f"run_dir={self.folder / 'run'}"],
+            "overrides": [
+                *self.plan.overrides,
+                f"run_dir={self.folder / 'run'}",
+                f"training.checkpoint_dir={self.folder / 'run' / 'checkpoints'}",  # never that of a real run
+            ],
             "scratch": str(self.folder),
             "ranks": self.plan.ranks,
         }

@@ -27,9 +27,11 @@ def fit(
     all_ranks: bool = False,
     stop: Stop | None = None,
     elastic: bool = False,
+    otherwise: str | None = None,
 ) -> Outcome:
     """Train as the config says. Called by every rank.
 
+    `otherwise`: a checkpoint of another folder, to begin with where the run has none of its own yet.
     `elastic`: the run goes on by itself, maybe on another number of ranks, and keeps its global batch.
     """
     stop = stop or Stop()
@@ -38,7 +40,12 @@ def fit(
         session.stop_check = lambda: stop.requested
         folder = RunFolder(Path(config.run_folder), session.world.rank)
         notice = session.world.on_first(
-            lambda: folder.claim(resume=resume is not None, fresh=fresh, command=user_command())
+            lambda: folder.claim(
+                resume=resume is not None,
+                fresh=fresh,
+                command=user_command(),
+                checkpoints=Path(config.checkpoint_folder),
+            )
         )
         console = Console(session.world.rank, session.world.size, folder.path, all_ranks=all_ranks)
         try:
@@ -48,7 +55,7 @@ def fit(
                 if elastic and (said := session.keep_batch(session.world.on_first(folder.batch_so_far))):
                     console.say(said)
                 session.prepare()
-                resumed = session.resume(resume) if resume else None
+                resumed = _resume(session, folder, resume, otherwise)
             except BaseException as error:
                 if session.world.is_first:
                     folder.abandon()
@@ -70,6 +77,29 @@ def fit(
         finally:
             console.close()
             folder.close()
+
+
+def _resume(session: Session, folder: RunFolder, which: str | None, otherwise: str | None) -> Path | None:
+    """What the run goes on from; None: it begins. From then on, what lies in its checkpoint folder is its own."""
+    resumed = session.resume(which) if which else None
+    if resumed is None and otherwise is not None:
+        resumed = session.resume(otherwise)
+    if resumed is None:
+        session.world.on_first(lambda: _refuse_if_lost(session, folder, which))
+        session.begin_anew()
+    elif session.saved_at is None:  # from elsewhere: a restart must find it here
+        session.save()
+    return resumed
+
+
+def _refuse_if_lost(session: Session, folder: RunFolder, which: str | None) -> None:
+    """A run that had checkpoints does not begin again without a word because they cannot be seen."""
+    before = folder.had_checkpoint() if which else None
+    if before is not None and not session.store.every() and not session.store.has_damaged():
+        raise CheckpointError(
+            f"this run had a checkpoint of step {before}, and there is none in {session.store.folder} now. Is the storage there? "
+            "`--fresh` starts anew and keeps what is left of the old run beside"
+        )
 
 
 def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:

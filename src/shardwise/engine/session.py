@@ -43,11 +43,13 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.rollback import LeftOut, go_back
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, nonfinite_before, run_step
-from shardwise.errors import CheckpointError, ConfigError, DataError, ShardwiseError
+from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
 
+SLOW_STORAGE = 6
+"""Writing a checkpoint may take this many times as long as a rank may otherwise be silent."""
 FINISHING = 60.0
 """Seconds that a run which fails waits for a checkpoint that is being written."""
 
@@ -238,7 +240,13 @@ class Session:
         spread_model.model.train()
         if self.finds_batch:
             self._find_batch()
-        self._saver = Saver(self.store, self.world, self._retire)
+        self._saver = Saver(
+            self.store,
+            self.world,
+            self._retire,
+            alive=lambda: beat(Phase.SAVE),
+            patience=SLOW_STORAGE * training.hang_timeout,
+        )
         self._saver.expect(spread_model.module.parameters(), self.layout.size("replicate"))
         return spread_model.model
 
@@ -451,9 +459,7 @@ class Session:
         beat(Phase.SAVE, self.steps_done)
         if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
             raise nonfinite_before(self.parts, self.steps_done, self._bad)
-        if not self._owns_folder:  # not resumed: what lies there belongs to an earlier run
-            go_on_from(-1, self.store, self.world)
-            self._owns_folder = True
+        self.begin_anew()
         self.parts.spread.share_buffers()
         metric = (metrics or {}).get(training.monitor)
         if metric is not None and math.isfinite(metric) and self._better(metric, self.best_metric):
@@ -479,14 +485,20 @@ class Session:
         )
         self.saved_at = self.steps_done
         if not training.async_checkpoint:
-            self.wait()
+            self._hear_of_checkpoints(wait=True)
         return path
+
+    def begin_anew(self) -> None:
+        """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's."""
+        if not self._owns_folder:
+            go_on_from(-1, self.store, self.world)
+            self._owns_folder = True
 
     def wait(self) -> None:
         """Until the newest checkpoint is in place. If it could not be written, this says why."""
         written = self._hear_of_checkpoints(wait=True)
-        if written and written[-1].problem:
-            raise CheckpointError(written[-1].problem)
+        if written and written[-1].cause is not None:
+            raise written[-1].cause
 
     def _hear_of_checkpoints(self, *, wait: bool = False) -> list[Written]:
         if self._saver is None:
@@ -527,9 +539,10 @@ class Session:
             if own is not None:
                 self.parts.spread.memory.restore(own)
         self._check_same_run(progress)
-        go_on_from(progress.step, self.store, self.world)
+        elsewhere = path.parent.resolve() != self.store.folder.resolve()
+        go_on_from(-1 if elsewhere else progress.step, self.store, self.world)
         self.steps_done, self.cursor = progress.step, progress.cursor
-        self.saved_at = progress.step
+        self.saved_at = None if elsewhere else progress.step
         self._owns_folder = True
         self._begun_at = (progress.step, progress.cursor)
         self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)

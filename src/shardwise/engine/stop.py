@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
+from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, TIME_IS_UP
 
 ASKED_BY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 MARGIN = 0.05
@@ -28,13 +28,20 @@ class Stop:
         """`after`: seconds that the run may take, since `began` of the monotonic clock."""
         self.after = after
         self.began = time.monotonic() if began is None else began
-        self.exit_code = AGAIN
         self.step_seconds = 0.0
         """Of the slowest of the last steps."""
         self.save_seconds = 0.0
         """Of the slowest checkpoint."""
         self._asked_at: float | None = None
+        self._asked_by = 0
         self._can_save = False
+
+    @property
+    def exit_code(self) -> int:
+        """Of this rank, when it has left before the end."""
+        if self._asked_at is None and self._time_is_up():
+            return TIME_IS_UP
+        return INTERRUPTED if self._asked_by == signal.SIGINT else AGAIN
 
     @property
     def requested(self) -> bool:
@@ -84,6 +91,6 @@ class Stop:
                 raise KeyboardInterrupt
             return
         self._asked_at = now
-        self.exit_code = INTERRUPTED if number == signal.SIGINT else AGAIN
+        self._asked_by = number
         if not self._can_save:
             raise Stopped

@@ -32,7 +32,7 @@ GRACE = 2.0
 """Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
 GRACE_AFTER_A_KILL = 0.3
 """The same when it was killed: then nobody's word is needed to know who was first."""
-TO_STOP = 10.0
+TO_STOP = 60.0
 """Seconds without a sign of life after which a rank that was asked to leave will not."""
 
 
@@ -134,6 +134,7 @@ class Agent(LocalElasticAgent):
     def _others_left(self, result: RunResult) -> bool:
         """All ranks have saved and left, and nobody asked it of this machine: it goes on with whoever is left."""
         elastic = self._rdzv_handler.settings.max_nodes > 1  # type: ignore[attr-defined]
+        # Where the time is up, ranks say so by a code of their own: then this machine leaves too.
         return elastic and self.asked is None and set(result.return_values.values()) == {AGAIN}
 
     def _exit_barrier(self) -> None:
@@ -238,7 +239,8 @@ class Agent(LocalElasticAgent):
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may be gone, which is why the run is asked to leave
+        print(text, file=sys.stderr, flush=True)
 
 
 def newest_step(checkpoints: Path) -> int | None:

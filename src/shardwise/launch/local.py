@@ -29,8 +29,9 @@ from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
-from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
+from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
+from shardwise.watch.verdict import Kind
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
@@ -89,11 +90,11 @@ def run_ranks(
             finally:
                 if nodes is None or agent.asked is None:  # the others may go on without this machine
                     agent.get_worker_group().spec.rdzv_handler.shutdown()
-        if agent.asked is not None:
+        if agent.asked is not None and not (agent.verdict and agent.verdict.kind is Kind.ERROR):
             return INTERRUPTED if agent.asked == signal.SIGINT else AGAIN
         if result is None or result.is_failed():
             raise _error(agent)
-        return max(result.return_values.values())
+        return of_program(max(result.return_values.values()))
 
 
 def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch: Path) -> Agent:

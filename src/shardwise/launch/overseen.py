@@ -40,7 +40,7 @@ def overseen(config: Config) -> Iterator[None]:
 
 def _shared_folder() -> Path | None:
     """The same for all ranks of a job on this machine, of this user alone; None: somebody else has taken the name."""
-    keys = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
+    keys = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
     own = [os.environ[key] for key in keys if key in os.environ] or [str(os.getpid())]
     name = hashlib.sha256(" ".join([*own, str(attempt())]).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}-{name}"

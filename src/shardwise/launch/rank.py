@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import ATTEMPT
-from shardwise.launch.server import die_with
+from shardwise.launch.server import die_with, hearing
 from shardwise.watch.beats import Phase, beat, begin_beats, end_beats
 from shardwise.watch.failures import record_failure
 from shardwise.watch.oversee import stack_file
@@ -26,6 +26,7 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
     from shardwise.launch import warm
 
     die_with(warm.server)
+    hearing()
     os.environ[ATTEMPT] = str(attempt)
     rank = int(os.environ["RANK"])
     with watched(Path(beats), rank, int(os.environ["WORLD_SIZE"])):

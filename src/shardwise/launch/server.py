@@ -42,6 +42,20 @@ def start_server(
         os.environ.update(before)
 
 
+ASKING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+"""Signals by which a run is asked to leave. A scheduler may send them to every process of a job."""
+
+
+def deaf() -> None:
+    """The server does not hear them: it would die, and every rank with it, unsaved. Its ranks inherit that."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+
+
+def hearing() -> None:
+    """A rank, again, does."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
 def die_with(parent: int) -> None:
     """Ask the kernel to end this process when its parent ends, even by SIGKILL."""
     with contextlib.suppress(OSError, AttributeError):

@@ -8,11 +8,12 @@ import io
 import json
 import os
 
-from shardwise.launch.server import LAUNCHER, REHEARSED, die_with
+from shardwise.launch.server import LAUNCHER, REHEARSED, deaf, die_with
 
 # The ranks hold the pipe by which the server would notice that its launcher is gone, so the kernel has to see to it.
 if _launcher := os.environ.pop(LAUNCHER, None):
     die_with(int(_launcher))
+    deaf()
 
 import torch
 

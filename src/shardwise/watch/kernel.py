@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 _KILLED = re.compile(r"Killed process (\d+)")
@@ -14,6 +15,20 @@ def state_of(pid: int) -> str:
     """R running, S sleeping, D in disk wait, T stopped by a signal, Z ended; empty: gone."""
     fields = _stat(pid)
     return fields[0] if fields else ""
+
+
+def is_same_process(pid: int, when: float) -> bool:
+    """Whether the process of this number was there at that time already, by the wall clock."""
+    fields = _stat(pid)
+    if not fields:
+        return False
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    return time.time() - age <= when + CLOCK_MAY_JUMP
+
+
+CLOCK_MAY_JUMP = 60.0
+"""Seconds by which the wall clock may have been set back meanwhile."""
 
 
 def cpu_seconds(pid: int) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.watch.beats import Beat, read_beats
 from shardwise.watch.failures import read_failures
-from shardwise.watch.kernel import MemoryWord, cpu_seconds, state_of
+from shardwise.watch.kernel import MemoryWord, cpu_seconds, is_same_process, state_of
 from shardwise.watch.stacks import parse_stack
 from shardwise.watch.verdict import Sighting, Verdict, verdict_on
 
@@ -28,6 +28,8 @@ TO_TELL = 5.0
 """Seconds that a rank has to write down where it is."""
 BUSY = 0.25
 """A rank that uses more than this share of a processor computes; one that waits uses a little for telling where it is."""
+STOOD_STILL = 10.0
+"""Seconds between two looks, which come every second, from which follows that the whole machine or job was stopped."""
 ALIVE = 0.02
 """A rank that starts up and uses more than this share of a processor is alive, however long it takes."""
 
@@ -45,20 +47,32 @@ class Overseer:
         self.beats, self.run_folder, self.hang_timeout = beats, run_folder, hang_timeout
         self.memory = MemoryWord()
         self._signs: dict[int, _Sign] = {}
+        self._looked_at = time.monotonic()
 
     def look(self) -> Verdict | None:
         """Called about every second. A verdict, if a rank has not beaten for too long."""
         now = time.monotonic()
+        if now - self._looked_at > STOOD_STILL:  # this process was stopped, and the ranks with it: that is no hang
+            for known in self._signs.values():
+                known.seen_at = now
+        self._looked_at = now
         silent = []
-        for rank, beat in read_beats(self.beats).items():
+        starting_up = False
+        for rank, beat in self.living().items():
             sign = self._signs.get(rank)
             if sign is None or (sign.beat.pid, sign.beat.counter) != (beat.pid, beat.counter):
                 self._signs[rank] = _Sign(beat, now, cpu_seconds(beat.pid) if beat.phase.starting else 0.0)
             elif now - sign.seen_at > self.hang_timeout:
                 if beat.phase.starting and self._works(sign, now):
+                    starting_up = True
                     continue
-                silent.append(rank)
-        return self.judge({}) if silent else None
+                silent.append((rank, beat.phase.starting))
+        # While one rank prepares the data, the others wait for it.
+        return self.judge({}) if any(not (starting and starting_up) for _, starting in silent) else None
+
+    def living(self) -> dict[int, Beat]:
+        """Not what an earlier job left behind: its ranks are gone, and their numbers may be a stranger's by now."""
+        return {rank: beat for rank, beat in read_beats(self.beats).items() if is_same_process(beat.pid, beat.wall)}
 
     def _works(self, sign: _Sign, now: float) -> bool:
         """Data and models may take long to load; a process that does something is no hang."""
@@ -78,7 +92,7 @@ class Overseer:
 
     def sightings(self, ended: Mapping[int, tuple[int, float]]) -> list[Sighting]:
         beats, errors = read_beats(self.beats), read_failures(self.beats)
-        pids = {rank: beat.pid for rank, beat in beats.items() if rank not in ended}
+        pids = {rank: beat.pid for rank, beat in self.living().items() if rank not in ended}
         before, began = {rank: cpu_seconds(pid) for rank, pid in pids.items()}, time.monotonic()
         if not ended and not errors:
             self._ask_where(pids)
@@ -196,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     while os.getppid() == given.parent:
         if (verdict := overseer.look()) is not None:
             print(f"verdict: {verdict.sentence}", file=sys.stderr, flush=True)
-            for beat in read_beats(given.beats).values():
+            for beat in overseer.living().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
             break

@@ -31,6 +31,7 @@ class RunFolder:
         self.rank = rank
         self._streams: dict[Path, IO[str]] = {}
         self._lock: int | None = None
+        self._lock_elsewhere: int | None = None
         self._troubled: set[Path] = set()
         """Files that could not be written, which was said once."""
         self._aside: Path | None = None
@@ -46,8 +47,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def claim(self, *, resume: bool, fresh: bool, command: str) -> str | None:
-        """Rank 0, before anything else: make the folder, or say why not. Returns a notice for the user, if any."""
+    def claim(self, *, resume: bool, fresh: bool, command: str, checkpoints: Path | None = None) -> str | None:
+        """Rank 0, before anything else: make the folder, or say why not. Returns a notice for the user, if any.
+
+        `checkpoints`: their folder, which is held too where it lies elsewhere.
+        """
         notice = None
         if self.path.is_dir():
             self._lock = lock_folder(self.path)
@@ -69,7 +73,27 @@ class RunFolder:
         if self._lock is None or self._aside is not None:
             before, self._lock = self._lock, lock_folder(self.path)
             unlock(before)
+        if checkpoints is not None and self.path.resolve() not in checkpoints.resolve().parents:
+            try:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(f"the checkpoint folder {checkpoints} cannot be made: {error.strerror}") from None
+            self._lock_elsewhere = lock_folder(checkpoints)
         return notice
+
+    def had_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint that this run has put in place, as its own log has it."""
+        try:
+            lines = (self.path / "ranks" / "rank-0000.jsonl").read_text().splitlines()
+        except OSError:
+            return None
+        steps = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # a line cut off by a kill
+                record = json.loads(line)
+                if "checkpoint" in record and not record.get("problem"):
+                    steps.append(int(record["step"]))
+        return max(steps, default=None)
 
     def abandon(self) -> None:
         """Rank 0, when nothing came of the start: leave no half of a run, and put an earlier one back."""
@@ -108,7 +132,7 @@ class RunFolder:
         return any("eval" in record and record["step"] == step for record in self.metrics())
 
     def describe(self, config: Config, facts: dict[str, Any]) -> None:
-        (self.path / "config.yaml").write_text(dump_config(config))
+        _replace(self.path / "config.yaml", dump_config(config))
         content = {
             "shardwise": shardwise.__version__,
             "torch": torch.__version__,
@@ -118,7 +142,7 @@ class RunFolder:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **facts,
         }
-        (self.path / "run.json").write_text(json.dumps(content, indent=1) + "\n")
+        _replace(self.path / "run.json", json.dumps(content, indent=1) + "\n")
 
     def forget_after(self, step: int) -> None:
         """A resumed run computes the steps after its checkpoint again: their old lines would stand there twice.
@@ -128,11 +152,13 @@ class RunFolder:
         for file in [self.rank_file, *([self.metrics_file] if self.rank == 0 else [])]:
             if file in self._streams:  # it would go on writing into the file that is replaced
                 self._streams.pop(file).close()
-            if file.exists():
-                kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
-                aside = file.with_suffix(".tmp")
-                aside.write_text("".join(f"{line}\n" for line in kept))
-                aside.replace(file)
+            if not file.exists():
+                continue
+            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
+            try:
+                _replace(file, "".join(f"{line}\n" for line in kept))
+            except OSError as error:
+                log.warning("%s cannot be written: %s; it has some steps twice now", file, error.strerror)
 
     def metrics(self) -> list[dict[str, Any]]:
         if not self.metrics_file.exists():
@@ -150,7 +176,8 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 stream.close()
         unlock(self._lock)
-        self._lock = None
+        unlock(self._lock_elsewhere)
+        self._lock = self._lock_elsewhere = None
 
     def _append(self, file: Path, record: dict[str, Any]) -> None:
         """A disk that is full or gone for a while must not end a training: what could not be written is kept for later."""
@@ -163,6 +190,13 @@ class RunFolder:
             if file not in self._troubled:
                 log.warning("%s cannot be written: %s; training goes on", file, error.strerror)
             self._troubled.add(file)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whole or as it was: a full disk must not leave an empty file."""
+    aside = file.with_name(f".{file.name}.writing")
+    aside.write_text(text)
+    aside.replace(file)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
