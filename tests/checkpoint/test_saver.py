@@ -207,6 +207,29 @@ def test_who_writes_what_is_agreed_once_and_anew_when_there_are_other_tensors(
         assert len(planned) == (2 if number == 3 else 1)
 
 
+def test_training_that_waits_for_slow_storage_is_alive_but_not_for_ever(
+    store: CheckpointStore, gate: threading.Event
+) -> None:
+    beats: list[float] = []
+
+    def alive() -> None:
+        beats.append(time.monotonic())
+        if len(beats) == 2:
+            gate.set()
+
+    saver = Saver(store, World.alone(), lambda: None, alive, patience=60.0)
+    saver.save(*trained(), progress(1))
+    saver.wait()
+    assert len(beats) == 2
+    gate.clear()
+    beats.clear()
+    impatient = Saver(store, World.alone(), lambda: None, alive, patience=0.0)
+    impatient.save(*trained(), progress(2))
+    assert impatient.wait(0.1) == [] and beats == [], "whoever watches will say that it hangs"
+    gate.set()
+    assert impatient.wait()[0].problem is None
+
+
 # ---------------------------------------------------------------- failures
 
 

@@ -125,7 +125,8 @@ def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "code"), [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 75)]
+    ("ranks", "number", "code"),
+    [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 75), (2, signal.SIGUSR1, 75)],
 )
 def test_a_signal_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(
     tmp_path: Path, ranks: int, number: int, code: int
@@ -135,10 +136,10 @@ def test_a_signal_ends_all_ranks_with_a_checkpoint_and_leaves_no_process(
     with running(tmp_path, "train", "ragged.yaml", "--set", f"training.num_gpus={ranks}") as (process, wait_for):
         wait_for(" 3/")
         family = psutil.Process(process.pid).children(recursive=True)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # a terminal sends it to every process of the group
+        if number == signal.SIGTERM:
+            process.send_signal(number)  # a scheduler may send it to the launcher alone,
         else:
-            process.send_signal(number)  # a scheduler sends it to the launcher alone
+            os.killpg(process.pid, number)  # and, as a terminal does, to every process of the job
         wait_for("Go on with:  shardwise train ragged.yaml")
         assert process.wait(timeout=30) == code
     _, alive = psutil.wait_procs(family, timeout=10)

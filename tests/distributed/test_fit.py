@@ -107,7 +107,7 @@ def test_metrics_of_an_interrupted_and_resumed_run_are_those_of_the_uninterrupte
     assert not (parts / "runs" / "ragged").exists()
 
 
-def _fit_until(step: int, text: str, overrides: list[str], folder: str) -> None:
+def _fit_until(step: int, text: str, overrides: list[str], folder: str, **options: Any) -> None:
     from shardwise.engine import fit as fit_module
 
     original = fit_module.Session.step
@@ -119,7 +119,7 @@ def _fit_until(step: int, text: str, overrides: list[str], folder: str) -> None:
 
     fit_module.Session.step = step_or_die  # type: ignore[method-assign]
     try:
-        work.run_fit(text, overrides, folder)
+        work.run_fit(text, overrides, folder, **options)
     finally:
         fit_module.Session.step = original  # type: ignore[method-assign]
 
@@ -428,3 +428,40 @@ def _disk_full_at_the_end(often: int, text: str, overrides: list[str], folder: s
         return work.run_fit(text, overrides, folder)
     finally:
         state.write_files = write_files
+
+
+def test_a_run_begun_from_another_folder_has_that_state_in_its_own_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    """So that a restart before its first own checkpoint does not begin with something else."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir(), two.mkdir()
+    short = [*DDP, "training.max_epochs=1"]
+    fit(ranks, one, short)
+    fit(ranks, two, [*short, "training.max_steps=4"])  # another run, whose checkpoint lies in the folder
+    with pytest.raises(AssertionError, match="power cut"):
+        job = functools.partial(_fit_until, 10, resume=str(one / "runs" / "ragged"))
+        ranks.run(2, job, CONFIG, DDP, str(two))
+    names = sorted(path.name for path in (two / "runs" / "ragged" / "checkpoints").iterdir())
+    assert names == ["step-00000009", "superseded-step-00000004"]
+    assert (
+        "resumed from runs/ragged/checkpoints/step-00000009 at step 9" in fit(ranks, two, DDP, resume="auto")["output"]
+    )
+
+
+def test_a_fresh_run_does_not_leave_an_earlier_ones_checkpoints_for_a_restart_to_find(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    elsewhere = [*DDP, "training.max_epochs=1", f"training.checkpoint_dir={tmp_path / 'checkpoints'}"]
+    fit(ranks, tmp_path, elsewhere)
+    with pytest.raises(AssertionError, match="power cut"):
+        ranks.run(2, functools.partial(_fit_until, 2, fresh=True), CONFIG, elsewhere, str(tmp_path))
+    assert fit(ranks, tmp_path, elsewhere, resume="auto")["steps"] == 9
+    losses = [line["step"] for line in lines(tmp_path / "runs" / "ragged" / "metrics.jsonl") if "eval" not in line]
+    assert losses[0] == 1, "it began at the beginning"
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_again_without_a_word(ranks: RankPool, tmp_path: Path) -> None:
+    fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"])
+    (tmp_path / "runs" / "ragged" / "checkpoints").rename(tmp_path / "unmounted")
+    with pytest.raises(AssertionError, match="this run had a checkpoint of step 9, and there is none in"):
+        fit(ranks, tmp_path, DDP, resume="auto")
+    assert len(lines(tmp_path / "runs" / "ragged" / "metrics.jsonl")) > 5, "and nothing was erased"

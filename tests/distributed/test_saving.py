@@ -126,3 +126,27 @@ def _bytes_copied(session: Any) -> tuple[int, int]:
     unique = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in tensors}
     tied = sum(tensor.nbytes for tensor in tensors) - sum(unique.values())
     return own, sum(unique.values()) + tied
+
+
+def test_where_every_checkpoint_is_waited_for_a_full_disk_does_not_end_the_run_either(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    folder = ["training.strategy=ddp", "training.async_checkpoint=false", *work.folder_of(tmp_path)]
+    for problems, steps, in_place in ranks.run(2, work.with_session, CONFIG, folder, _full_and_waited_for):
+        assert len(problems) == 1 and "No space left on device" in problems[0]
+        assert (steps, in_place) == (2, ["step-00000002"])
+
+
+def _full_and_waited_for(session: Any) -> tuple[list[str], int, list[str]]:
+    heard: list[str] = []
+    session.on_written = lambda written: heard.append(written.problem) if written.problem else None
+    batches, write_files = session.batches(), state.write_files
+    session.step(next(batches))
+    state.write_files = _no_space
+    try:
+        session.save()
+    finally:
+        state.write_files = write_files
+    session.step(next(batches))
+    session.save()
+    return heard, session.steps_done, sorted(path.name for path in session.store.folder.iterdir())

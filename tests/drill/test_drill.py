@@ -19,7 +19,8 @@ from tests.cli.program import shardwise
 CONFIG = """
 task: tests.tasks:{task}
 name: toy
-training: {{strategy: ddp, batch_size: 3, max_epochs: 50, eval_at_start: false, optimizer: {{lr: 0.01}}}}
+training:
+  {{strategy: ddp, batch_size: 3, max_epochs: 50, eval_at_start: false, optimizer: {{lr: 0.01}}, checkpoint_dir: real}}
 """
 
 
@@ -42,6 +43,7 @@ def test_a_dozen_faults_of_all_kinds_lose_nothing(tmp_path: Path) -> None:
     assert output.count("No space left on device; training goes on") == 1
     damaged = [path.name for path in tmp_path.glob("runs/toy-drill/round-*/run/checkpoints/damaged-*")]
     assert len(damaged) == 2, "one was cut, in one a bit was flipped"
+    assert not (tmp_path / "real").exists(), "the checkpoints of a real run are not touched"
 
 
 def test_a_task_that_remembers_what_no_checkpoint_has_is_found_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.watch import kernel
 from shardwise.watch.beats import Phase, beat, begin_beats, end_beats, file_of, read_beats
-from shardwise.watch.kernel import MemoryWord, children_of, cpu_seconds, state_of
+from shardwise.watch.kernel import MemoryWord, children_of, cpu_seconds, is_same_process, state_of
 from shardwise.watch.oversee import Overseer
 
 
@@ -126,3 +126,55 @@ def test_the_overseer_needs_neither_torch_nor_pydantic() -> None:
     check = "import sys, shardwise.watch.oversee; sys.exit(', '.join({'torch', 'pydantic', 'numpy'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_was_stopped_as_a_whole_is_no_hang(
+    beating: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z and fg, or a scheduler that suspends: the overseer stood still as long as the ranks."""
+    overseer = Overseer(beating, tmp_path / "run", hang_timeout=600.0)
+    beat(Phase.COMPUTE, 1)
+    assert overseer.look() is None
+    now = time.monotonic()
+    monkeypatch.setattr("shardwise.watch.oversee.time.monotonic", lambda: now + 3600.0)
+    assert overseer.look() is None
+    monkeypatch.setattr("shardwise.watch.oversee.time.monotonic", lambda: now + 3605.0)
+    assert overseer.look() is None
+
+
+def test_while_one_rank_prepares_the_others_wait_for_it(
+    beating: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overseer = Overseer(beating, tmp_path / "run", hang_timeout=1e-9)
+    beat(Phase.PREPARE, 0)
+    own = file_of(beating, 3).read_bytes()
+    waiting = bytearray(own)
+    waiting[8:12] = os.getppid().to_bytes(4, "little")  # another process, alive
+    waiting[12:16] = (4).to_bytes(4, "little")
+    file_of(beating, 4).write_bytes(waiting)
+    used = {os.getpid(): 0.0, os.getppid(): 0.0}
+
+    def cpu(pid: int) -> float:
+        used[pid] += 1000.0 if pid == os.getpid() else 0.0  # rank 3 works, rank 4 waits for it
+        return used[pid]
+
+    monkeypatch.setattr("shardwise.watch.oversee.cpu_seconds", cpu)
+    assert [overseer.look() for _ in range(3)] == [None] * 3
+    monkeypatch.setattr("shardwise.watch.oversee.cpu_seconds", lambda pid: used[pid])
+    assert overseer.look() is not None
+
+
+def test_what_an_earlier_job_left_behind_is_nobody(beating: Path, tmp_path: Path) -> None:
+    """Its process is gone, and a stranger may have its number."""
+    overseer = Overseer(beating, tmp_path / "run", hang_timeout=1e-9)
+    beat(Phase.COMPUTE, 1)
+    assert list(overseer.living()) == [3]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stranger:
+        stale = bytearray(file_of(beating, 3).read_bytes())
+        stale[8:12] = stranger.pid.to_bytes(4, "little")
+        stale[12:16] = (5).to_bytes(4, "little")
+        file_of(beating, 5).write_bytes(stale)
+        assert is_same_process(stranger.pid, time.time())
+        assert not is_same_process(stranger.pid, time.time() - 3600)
+        stranger.kill()
+    assert list(overseer.living()) == [3], "it has ended"

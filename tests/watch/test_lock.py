@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import lock_folder, unlock
 from shardwise.watch.run_folder import RunFolder
@@ -75,3 +76,22 @@ def test_storage_without_locks_is_no_reason_to_refuse(tmp_path: Path, monkeypatc
     monkeypatch.setattr(fcntl, "lockf", refuse)
     assert lock_folder(tmp_path) is None
     unlock(None)
+
+
+def test_a_checkpoint_folder_elsewhere_has_one_run_too_and_is_not_repaired_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = tmp_path / "shared"
+    (shared / ".writing-step-00000004").mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(shared)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        folder = RunFolder(tmp_path / "second")
+        with pytest.raises(LaunchError, match=f"{shared} is in use by a run"):
+            folder.claim(resume=False, fresh=False, command="shardwise train", checkpoints=shared)
+        folder.close()
+        assert main(["checkpoint", "repair", str(shared)]) == 2
+        assert "is in use by a run that is going on" in capsys.readouterr().err
+        first.kill()
+    assert (shared / ".writing-step-00000004").is_dir()
