@@ -28,3 +28,16 @@ def run_program(command: list[str], folder: Path, **variables: str) -> subproces
 
 def shardwise(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return run_program([SHARDWISE, *arguments], folder, **variables)
+
+
+def started(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    """The program in a process group of its own, as a terminal would start it; all it says on one stream."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )

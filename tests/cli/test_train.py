@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise
+from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise, started
 
 RAGGED = """
 task: tests.tasks:{task}
@@ -94,16 +94,8 @@ def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None
 
 @contextmanager
 def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], None]]]:
-    """The program in a process group of its own, as a terminal would start it, and a way to wait for a line."""
-    process = subprocess.Popen(
-        [SHARDWISE, *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """The program, and a way to wait for a line of it."""
+    process = started([SHARDWISE, *arguments], folder)
     seen: list[str] = []
 
     def wait_for(text: str) -> None:

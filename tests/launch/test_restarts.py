@@ -22,7 +22,7 @@ from shardwise.engine.stop import Stop
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes
-from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise
+from tests.cli.program import BIN, SHARDWISE, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
 
 RAGGED = """
@@ -87,15 +87,7 @@ def launcher(
     folder: Path, *arguments: str, within: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """A launcher, and a way to wait for a line of it. `within`: a command that runs it, such as `ip netns exec`."""
-    process = subprocess.Popen(
-        [*within, SHARDWISE, "train", "ragged.yaml", *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = started([*within, SHARDWISE, "train", "ragged.yaml", *arguments], folder)
     lines: list[str] = []
     news = threading.Condition()
 
@@ -124,21 +116,32 @@ def launcher(
         reader.join()
 
 
+SAME = [
+    "--set",
+    "training.scheduler={name: constant}",
+    "--set",
+    "training.max_epochs=99",
+    "--set",
+    "training.num_gpus=1",
+]
+
+
+def assert_the_curve_of_one_machine(whole: Path, parts: Path) -> None:
+    """Every step once, and its loss that of a run that was never on more machines than one."""
+    b = curve(parts)
+    assert shardwise(whole, "train", "ragged.yaml", *SAME, "--set", f"training.max_steps={len(b)}").returncode == 0
+    a = curve(whole)
+    assert [step for step, *_ in a] == [step for step, *_ in b]
+    assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
+
+
 def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(tmp_path: Path) -> None:
     """Two launchers as two machines, one rank each: one joins, leaves by a signal, joins again, and is killed."""
     whole, parts = write(tmp_path / "whole", "Ragged"), write(tmp_path / "parts", "Slow")
-    same = [
-        "--set",
-        "training.scheduler={name: constant}",
-        "--set",
-        "training.max_epochs=99",
-        "--set",
-        "training.num_gpus=1",
-    ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = ["--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}", *same]
+    meeting = ["--nodes", "1:2", "--rendezvous", f"127.0.0.1:{port}", *SAME]
     alone, both = (
         "batch 3 per device × 1 accumulation × 1 devices = 3",
         "batch 3 per device × 1 accumulation × 2 devices → 3",
@@ -165,11 +168,7 @@ def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(
         host_says("checkpoint runs/ragged/checkpoints/step")
         host.terminate()
         assert host.wait(timeout=60) == 75
-    b = curve(parts)
-    assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
-    a = curve(whole)
-    assert [step for step, *_ in a] == [step for step, *_ in b]
-    assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
+    assert_the_curve_of_one_machine(whole, parts)
 
 
 @pytest.fixture
@@ -204,15 +203,7 @@ def test_a_link_that_is_cut_is_judged_and_the_machine_that_is_left_goes_on(
 ) -> None:
     """Nothing is reset or refused: what was sent never arrives, and only silence tells."""
     whole, parts = write(tmp_path / "whole", "Ragged"), write(tmp_path / "parts", "Slow")
-    same = [
-        "--set",
-        "training.scheduler={name: constant}",
-        "--set",
-        "training.max_epochs=99",
-        "--set",
-        "training.num_gpus=1",
-    ]
-    meeting = ["--nodes", "1:2", "--rendezvous", "10.87.0.1:29477", *same]
+    meeting = ["--nodes", "1:2", "--rendezvous", "10.87.0.1:29477", *SAME]
     here, there = (("ip", "netns", "exec", name) for name in two_networks)
     with launcher(parts, *meeting, "--node-host", within=here) as (host, host_says):
         host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
@@ -226,11 +217,7 @@ def test_a_link_that_is_cut_is_judged_and_the_machine_that_is_left_goes_on(
         host.terminate()
         assert host.wait(timeout=60) == 75
     assert [verdict["kind"] for verdict in verdicts(parts)] == ["lost"]
-    b = curve(parts)
-    assert shardwise(whole, "train", "ragged.yaml", *same, "--set", f"training.max_steps={len(b)}").returncode == 0
-    a = curve(whole)
-    assert [step for step, *_ in a] == [step for step, *_ in b]
-    assert [loss for _, loss, *_ in a] == pytest.approx([loss for _, loss, *_ in b], rel=1e-3)
+    assert_the_curve_of_one_machine(whole, parts)
 
 
 @pytest.mark.parametrize(

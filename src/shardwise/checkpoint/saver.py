@@ -34,9 +34,15 @@ class Written:
     """Seconds that training stood still for it."""
     seconds: float
     """Until it was in place, from when it was asked for."""
-    problem: str | None = None
-    """Why it could not be written. The ones before it are still there."""
     cause: Exception | None = None
+    """Why it could not be written. The ones before it are still there."""
+
+    @property
+    def problem(self) -> str | None:
+        """The same, in words."""
+        if self.cause is None:
+            return None
+        return str(self.cause) if isinstance(self.cause, CheckpointError) else repr(self.cause)
 
 
 class Saver:
@@ -122,5 +128,4 @@ class Saver:
                     self._retire()
         except Exception as error:  # whatever it is, training must hear of it: nobody else sees what a thread raises
             cause = error
-        problem = None if cause is None else str(cause) if isinstance(cause, CheckpointError) else repr(cause)
-        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, problem, cause))
+        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, cause))

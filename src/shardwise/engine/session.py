@@ -247,7 +247,8 @@ class Session:
             alive=lambda: beat(Phase.SAVE),
             patience=SLOW_STORAGE * training.hang_timeout,
         )
-        self._saver.expect(spread_model.module.parameters(), self.layout.size("replicate"))
+        # Ranks that hold the same tensors write a part of them each.
+        self._saver.expect(spread_model.module.parameters(), self.layout.data_size // self.layout.size("shard"))
         return spread_model.model
 
     def _find_batch(self) -> None:
@@ -377,6 +378,9 @@ class Session:
         self._bad = result.suspect
         if result.loss is not None and not result.skipped:
             self._losses.add(result.loss)
+        return self._made(result, batch)
+
+    def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
         self.steps_done += 1
         self.skipped_steps += result.skipped
         self.cursor = batch.after
@@ -399,10 +403,7 @@ class Session:
             trouble="its global batch is left out since a rollback",
             times={"wait": batch.wait},
         )
-        self.steps_done += 1
-        self.skipped_steps += 1
-        self.cursor = batch.after
-        return result
+        return self._made(result, batch)
 
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
