@@ -1,0 +1,80 @@
+"""Compile regions: every repeated block is compiled on its own, in its place.
+
+Blocks of one kind share their code, so that a model of forty layers compiles one, in seconds, where the whole would take
+minutes. What stands around a block (sharding's hooks, recomputation) stays as it is: only its `forward` is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+MOST_SHAPES = 16
+"""A block is compiled for so many kinds of input at most, then it runs as it is."""
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass
+class Regions:
+    """The compiled blocks of a model."""
+
+    blocks: list[nn.Module] = field(default_factory=list)
+    problem: str | None = None
+    """Why they are not compiled after all."""
+    seconds: float = 0.0
+    """Spent in calls that compiled something."""
+
+    def give_up(self, problem: BaseException) -> None:
+        self.problem = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+        for block in self.blocks:
+            block.__dict__.pop("forward", None)
+        log.warning(f"the model does not compile, and runs as it is: {self.problem}")
+
+
+def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", dynamic: bool | None = None) -> Regions:
+    """`dynamic`: whether sizes may change from call to call; None: decided when they first do."""
+    regions = Regions()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
+    # Backward passes are compiled with the forward, so that a block which cannot be is known before any gradient is there.
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+    for block in blocks:
+        if "forward" in block.__dict__:
+            continue  # somebody has put another in its place already
+        regions.blocks.append(block)
+        block.__dict__["forward"] = _Region(regions, block.forward, backend, dynamic)
+    return regions
+
+
+class _Region:
+    def __init__(self, regions: Regions, plain: Callable[..., Any], backend: str, dynamic: bool | None) -> None:
+        self.regions, self.plain = regions, plain
+        self.compiled = torch.compile(plain, backend=backend, dynamic=dynamic)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.regions.problem is not None:
+            return self.plain(*args, **kwargs)
+        before = _compiled_frames()
+        began = time.perf_counter()
+        try:
+            result = self.compiled(*args, **kwargs)
+        except _CANNOT_COMPILE as error:
+            self.regions.give_up(error)
+            return self.plain(*args, **kwargs)
+        if _compiled_frames() != before:
+            self.regions.seconds += time.perf_counter() - began
+        return result
+
+
+_CANNOT_COMPILE = (torch._dynamo.exc.TorchDynamoException,)
+
+
+def _compiled_frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["total"])
