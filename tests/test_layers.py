@@ -34,8 +34,9 @@ EVERYTHING = {
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "data": set(),
-    "parallel": set(),
-    "tasks": {"data"},
+    "kernels": set(),
+    "parallel": {"kernels"},
+    "tasks": {"data", "kernels"},
     "checkpoint": {"data", "parallel", "tasks"},
     "watch": set(),
     "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},

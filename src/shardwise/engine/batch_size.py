@@ -190,6 +190,7 @@ class _Trial:
             for _ in range(2):
                 kept.clear()
                 with (
+                    session.parts.spread.computing(),
                     session.parts.spread.reducing_gradients(now=True),
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
                 ):

@@ -27,7 +27,7 @@ def run_evaluation(
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
-    with torch.no_grad():
+    with torch.no_grad(), parts.spread.computing():
         beat(Phase.EVALUATE, step)
         for batch in batches:
             if parts.world.sum(stop())[0]:

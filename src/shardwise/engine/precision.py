@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-# bf16-true keeps its buffers in fp32 (statistics, rotary frequencies): autocast brings what they touch back to bf16.
-_COMPUTE = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
+from shardwise.parallel.weights import COMPUTE_TYPES
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,11 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = False
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Matrix products in the narrow type, sensitive operations (norms, softmax, losses) in fp32."""
-        dtype = _COMPUTE.get(self.name)
+        """Matrix products in the narrow type, sensitive operations (norms, softmax, losses) in fp32.
+
+        bf16-true has buffers in fp32 (statistics, rotary frequencies): what they touch comes back to bf16 by it.
+        """
+        dtype = COMPUTE_TYPES.get(self.name)
         if dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=dtype)

@@ -150,9 +150,10 @@ def run_step(
     if parts.spread.pipeline is not None:
         parts.spread.pipeline.run(_filled(batch.micro, parts.spread.pipeline.micro_batches), forward)
     else:
-        for position, micro in enumerate(batch.micro):
-            with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1):
-                forward(parts.spread.model, micro).backward()
+        with parts.spread.computing():
+            for position, micro in enumerate(batch.micro):
+                with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1):
+                    forward(parts.spread.model, micro).backward()
     clock.lap("compute")
     if parts.spread.pipeline is not None and world.device.type == "cpu":  # on CUDA the host does not see when work ends
         clock.times["idle"] = clock.times["compute"] - parts.spread.pipeline.busy

@@ -1,5 +1,5 @@
 """Weights in the narrow type, made once per step: fp32 master weights keep every digit of an update, and matrix products
-read copies of half the size. Autocast alone would cast them at every use, and leave norms and sums in fp32.
+read copies of half the size. Autocast alone would cast them at every use, and leave sums between them in fp32.
 
 The copies take the masters' place in the modules while the model computes. Gradients arrive at the copies, and are added up
 on the masters in fp32: so optimizer, clipping, checkpoints and names know of the masters only.
@@ -12,52 +12,92 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+AT_ONCE = 2**28
+"""Bytes of gradients that are handed over together: one by one, the many small copies would take twice as long."""
+# Autocast computes these in fp32, with weights of either type; on CPUs only with fp32 ones (torch 2.13).
+_IN_FULL = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
 class NarrowWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        self._copy_of: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in model.modules():
+            if isinstance(module, _IN_FULL):
+                continue
             for name, master in module._parameters.items():
                 if master is None or master.dtype != torch.float32:
                     continue
-                if master not in self._copies:  # a tied weight has one copy too
-                    self._copies[master] = nn.Parameter(master.detach().to(dtype), master.requires_grad)
+                if master not in self._copy_of:  # a tied weight has one copy too
+                    self._copy_of[master] = nn.Parameter(master.detach().to(dtype), master.requires_grad)
                 self._places.append((module, name, master))
-        self.masters: list[Tensor] = list(self._copies)
-        self.copies: list[Tensor] = list(self._copies.values())
+        self._master_of = {copy: master for master, copy in self._copy_of.items()}
+        self._waiting: dict[nn.Parameter, None] = {}
+        self._waiting_bytes = 0
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The copies of what the masters are now; until the end of it they are what the model computes with."""
+        """Copies of what the masters are now are what the model computes with, until the end of it."""
+        copies: list[Tensor] = list(self._copy_of.values())
+        masters: list[Tensor] = list(self._copy_of)
         with torch.no_grad():
-            torch._foreach_copy_(self.copies, self.masters)
+            torch._foreach_copy_(copies, masters)
         for module, name, master in self._places:
-            module._parameters[name] = self._copies[master]
+            module._parameters[name] = self._copy_of[master]
         try:
             yield
         finally:
             for module, name, master in self._places:
                 module._parameters[name] = master
 
-    def collect_at_once(self) -> None:
-        """Every gradient goes to its master as soon as it is there, and its copy's is let go."""
-        for master, copy in self._copies.items():
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """That of a copy; of what is no copy, itself."""
+        return self._master_of.get(parameter, parameter)
+
+    def collect_as_they_come(self) -> None:
+        """From now on gradients go to the masters during the backward pass, so that few exist twice."""
+        for copy in self._master_of:
             if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(lambda copy, master=master: _hand_over(copy, master))
+                copy.register_post_accumulate_grad_hook(self._came)
 
     def collect(self) -> None:
-        """What gradients there are, in one go."""
-        for master, copy in self._copies.items():
-            if copy.grad is not None:
-                _hand_over(copy, master)
+        """Every gradient that there is goes to its master."""
+        _hand_over([(copy, master) for copy, master in self._master_of.items() if copy.grad is not None])
+        self._waiting.clear()
+        self._waiting_bytes = 0
+
+    def drop(self) -> None:
+        """Gradients that have got to the masters another way."""
+        for copy in self._master_of:
+            copy.grad = None
+
+    def _came(self, copy: Tensor) -> None:
+        assert isinstance(copy, nn.Parameter)
+        if copy not in self._waiting:
+            self._waiting[copy] = None
+            self._waiting_bytes += copy.numel() * copy.element_size()
+        if self._waiting_bytes >= AT_ONCE:
+            _hand_over([(waiting, self._master_of[waiting]) for waiting in self._waiting])
+            self._waiting.clear()
+            self._waiting_bytes = 0
 
 
-def _hand_over(copy: nn.Parameter, master: nn.Parameter) -> None:
-    assert copy.grad is not None
-    if master.grad is None:
-        master.grad = copy.grad.to(master.dtype)
-    else:
-        master.grad += copy.grad
-    copy.grad = None
+@torch.no_grad()
+def _hand_over(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    new = [(copy, master) for copy, master in pairs if master.grad is None]
+    more = [(copy, master) for copy, master in pairs if master.grad is not None]
+    if new:
+        for _, master in new:
+            master.grad = torch.empty_like(master)
+        torch._foreach_copy_([_grad(master) for _, master in new], [_grad(copy) for copy, _ in new])
+    if more:
+        torch._foreach_add_([_grad(master) for _, master in more], [_grad(copy) for copy, _ in more])
+    for copy, _ in pairs:
+        copy.grad = None
+
+
+def _grad(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -8,15 +8,25 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.config import Ddp
+from shardwise.kernels.weights import NarrowWeights
 from shardwise.parallel.world import World
 
 
-def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[DistributedDataParallel, PowerSGD | None]:
+def narrows(options: Ddp) -> bool:
+    """Whether gradients of narrow copies can get to fp32 masters: not where a hook of PyTorch's own handles them, or where
+    DDP finds out only afterwards which of them there are."""
+    return options.comm_hook == "none" and not options.find_unused_parameters
+
+
+def replicate(
+    module: nn.Module, options: Ddp, world: World, narrow: NarrowWeights | None
+) -> tuple[DistributedDataParallel, PowerSGD | None]:
     # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
     changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
     model = DistributedDataParallel(
@@ -28,7 +38,32 @@ def replicate(module: nn.Module, options: Ddp, world: World) -> tuple[Distribute
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
     )
+    if narrow is not None:
+        model.register_comm_hook(narrow, _reduce_to_masters)
+        return model, None
     return model, _compress(model, options)
+
+
+def _reduce_to_masters(narrow: NarrowWeights, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Gradients of narrow copies are added up in fp32, over the ranks and with those of earlier micro-batches, and left on
+    the masters; what DDP has of them is of no further use."""
+    arrived = bucket.buffer()
+    summed = arrived.float()
+    found = []
+    for copy, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        place = grad.storage_offset() - arrived.storage_offset()
+        found.append((narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)))  # type: ignore[arg-type]
+    for master, part in found:
+        if master.grad is not None:
+            part += master.grad
+    summed /= dist.get_world_size()
+
+    def leave(_: Any) -> torch.Tensor:
+        for master, part in found:
+            master.grad = part
+        return arrived
+
+    return dist.all_reduce(summed, async_op=True).get_future().then(leave)  # type: ignore[union-attr, no-any-return]
 
 
 class PowerSGD:

@@ -11,14 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ShardwiseError
 from shardwise.parallel.layout import Layout
+from shardwise.parallel.weights import narrow_type
 
 
 def shard(model: nn.Module, blocks: list[nn.Module], training: Training, layout: Layout) -> None:
     """Each block is a unit that is gathered when it computes; all else forms the outermost unit."""
     options = training.fsdp or Fsdp()
-    compute = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(training.precision)
     policy = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
+        param_dtype=narrow_type(training), reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
     )
     offload = (
         CPUOffloadPolicy(pin_memory=layout.world.device.type == "cuda") if options.cpu_offload else OffloadPolicy()

@@ -16,10 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ConfigError
+from shardwise.kernels.fp8 import fp8_problem, use_fp8
+from shardwise.kernels.regions import Regions, compile_regions
+from shardwise.kernels.weights import NarrowWeights
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.pipeline import Pipeline, Trial, build_pipeline
 from shardwise.parallel.recompute import recompute
-from shardwise.parallel.replicate import PowerSGD, over_devices, replicate
+from shardwise.parallel.replicate import PowerSGD, narrows, over_devices, replicate
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
 from shardwise.parallel.tensor import TensorPlan, split_matrices
 from shardwise.parallel.weights import (
@@ -27,9 +30,11 @@ from shardwise.parallel.weights import (
     FindBlocks,
     Weights,
     broadcast_buffers,
+    broadcast_parameters,
     build_shape,
     cast_parameters,
     materialize,
+    narrow_type,
     rank_zero_weights,
 )
 from shardwise.parallel.world import World
@@ -47,6 +52,10 @@ class Spread:
     pipeline: Pipeline | None = None
     memory: PowerSGD | None = None
     """What compressed gradients left out so far; it belongs into a checkpoint."""
+    narrow: NarrowWeights | None = None
+    """Copies that the model computes with; where it is sharded, `fully_shard` makes them."""
+    regions: Regions | None = None
+    """Its blocks, where they are compiled."""
 
     @property
     def whole(self) -> nn.Module:
@@ -64,12 +73,24 @@ class Spread:
         ]
 
     @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Forward and backward passes happen in here: the model has the weights that it computes with."""
+        with self.narrow.in_place() if self.narrow is not None else nullcontext():
+            yield
+
+    @contextmanager
     def reducing_gradients(self, now: bool) -> Iterator[None]:
         """Gradients are reduced over the ranks on the last micro-batch only, unless the user chose otherwise."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(now or self.reduce_always)
+        replicated = isinstance(self.model, DistributedDataParallel)
         with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not now else nullcontext():
             yield
+        if self.narrow is not None:
+            if replicated and now:
+                self.narrow.drop()  # they were reduced onto the masters
+            else:
+                self.narrow.collect()
 
     @property
     def needs_every_gradient(self) -> bool:
@@ -109,13 +130,15 @@ def spread(
     layout: Layout,
     micro_batches: int,
     trial: Trial,
+    *,
+    compiles: bool = False,
 ) -> Spread:
-    """Tensor types → batch norm → stages → split matrices → activation checkpointing → sharding or replicas → weights,
-    in this order for every model."""
+    """Tensor types → batch norm → stages → split matrices → fp8 → compile regions → activation checkpointing → sharding or
+    replicas → weights, in this order for every model."""
     world = layout.world
     build = _with_batch_norm(build, training, world)
     if strategy in ("single", "dp", "ddp", "zero1"):
-        return _whole_copies(build, strategy, training, layout)
+        return _whole_copies(build, find_blocks, strategy, training, layout, compiles)
     shape = build_shape(build)
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
@@ -127,12 +150,13 @@ def spread(
     blocks = find_blocks(shape)
     if strategy == "tensor":
         split_matrices(shape, plan, training, layout)
+    regions = _tuned(shape, blocks, training, world, compiles)
     blocks = recompute(shape, blocks, fsdp)
     if strategy == "fsdp" or layout.data_size > 1:
         shard(shape, blocks, training, layout)
     materialize(shape, world.device, parameters=torch.device("cpu") if fsdp.cpu_offload else None)
     _receive(shape, weights, world)
-    return Spread(shape, shape, layout, reduce_always=fsdp.reduce_every_micro_batch)
+    return Spread(shape, shape, layout, reduce_always=fsdp.reduce_every_micro_batch, regions=regions)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -149,18 +173,38 @@ def _with_batch_norm(build: Build, training: Training, world: World) -> Build:
     return lambda: nn.SyncBatchNorm.convert_sync_batchnorm(build())
 
 
-def _whole_copies(build: Build, strategy: str, training: Training, layout: Layout) -> Spread:
+def _tuned(
+    model: nn.Module, blocks: list[nn.Module], training: Training, world: World, compiles: bool
+) -> Regions | None:
+    if training.precision == "fp8-mixed":
+        if problem := fp8_problem(world.device):
+            raise ConfigError(f"training.precision: fp8-mixed: {problem}; use bf16-mixed")
+        use_fp8(model, blocks)
+    return compile_regions(blocks) if compiles and blocks else None
+
+
+def _whole_copies(
+    build: Build, find_blocks: FindBlocks, strategy: str, training: Training, layout: Layout, compiles: bool
+) -> Spread:
     world = layout.world
     module = build() if world.is_first else build_shape(build)
     cast_parameters(module, training)
+    regions = _tuned(module, find_blocks(module), training, world, compiles)
     materialize(module, world.device)
-    if strategy == "single":
-        return Spread(module, module, layout)
     if strategy == "dp":
-        return Spread(over_devices(module), module, layout)
+        return Spread(over_devices(module), module, layout, regions=regions)
+    broadcast_parameters(module, world)
     broadcast_buffers(module, dict(module.named_buffers()), world)
-    model, memory = replicate(module, training.ddp, world)
-    return Spread(model, module, layout, memory=memory)
+    dtype = narrow_type(training)
+    if strategy == "single":
+        narrow = NarrowWeights(module, dtype) if dtype else None
+        if narrow is not None:
+            narrow.collect_as_they_come()
+        return Spread(module, module, layout, narrow=narrow, regions=regions)
+    narrow = NarrowWeights(module, dtype) if dtype and narrows(training.ddp) else None
+    with narrow.in_place() if narrow is not None else nullcontext():
+        model, memory = replicate(module, training.ddp, world, narrow)
+    return Spread(model, module, layout, memory=memory, narrow=narrow, regions=regions)
 
 
 def _receive(model: nn.Module, weights: Weights, world: World) -> None:

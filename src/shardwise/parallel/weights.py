@@ -54,6 +54,20 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
     return model
 
 
+COMPUTE_TYPES = {
+    "bf16-mixed": torch.bfloat16,
+    "fp8-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+"""What the arithmetic of each precision runs in; fp32 where it is not named."""
+
+
+def narrow_type(training: Training) -> torch.dtype | None:
+    """The type that fp32 weights are cast to, to compute with them; None where they are not."""
+    return COMPUTE_TYPES[training.precision] if training.precision.endswith("-mixed") else None
+
+
 def cast_parameters(model: nn.Module, training: Training) -> None:
     """bf16-true keeps the weights in bf16. Buffers stay: statistics and rotary frequencies need their digits."""
     if training.precision == "bf16-true":
@@ -78,6 +92,12 @@ def rank_zero_weights(build: Build, shape: nn.Module, training: Training, world:
         whole = copy.deepcopy(whole)
     cast_parameters(whole, training)
     return Weights(dict(whole.state_dict()), dict(whole.named_buffers()))
+
+
+def broadcast_parameters(model: nn.Module, world: World) -> None:
+    if world.size > 1:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
 
 
 def broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: World) -> None:
