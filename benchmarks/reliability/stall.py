@@ -54,7 +54,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
         slower: dict[str, list[float]] = {"sync": [], "async": []}
         behind: list[float] = []
-        session.on_written = lambda written: behind.append(written.seconds)
+        session.checkpoints.on_written = lambda written: behind.append(written.seconds)
         batches = session.batches()
         batch_of = iter(batches)
         not_async = session.config.training.model_copy(update={"async_checkpoint": False})

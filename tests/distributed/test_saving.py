@@ -55,7 +55,9 @@ def test_one_ranks_full_disk_is_told_at_the_next_step_and_training_goes_on(ranks
 
 def _disk_full_on_rank_one(session: Any) -> tuple[list[tuple[int, str | None]], int, list[str]]:
     heard: list[tuple[int, str | None]] = []
-    session.on_written = lambda written: heard.append((written.step, written.problem)) if written.problem else None
+    session.checkpoints.on_written = lambda written: (
+        heard.append((written.step, written.problem)) if written.problem else None
+    )
     batches, write_files = session.batches(), state.write_files
     for _ in range(2):
         session.step(next(batches))
@@ -63,12 +65,12 @@ def _disk_full_on_rank_one(session: Any) -> tuple[list[tuple[int, str | None]], 
         state.write_files = _no_space
     try:
         session.save()
-        session._saver._join(None)
+        session.checkpoints.saver._join(None)
     finally:
         state.write_files = write_files
     assert not heard, "a thread cannot speak up in the middle of a step"
     session.step(next(batches))
-    assert session.saved_at is None
+    assert session.checkpoints.saved_at is None
     session.step(next(batches))
     session.save()
     session.wait()
@@ -120,7 +122,7 @@ def _bytes_copied(session: Any) -> tuple[int, int]:
     session.step(next(session.batches()))
     session.save()
     session.wait()
-    own = sum(file.body.numel() for file in session._saver._stage.files)
+    own = sum(file.body.numel() for file in session.checkpoints.saver._stage.files)
     tensors = [*session.model.state_dict().values()]
     tensors += [value for moments in session.parts.optimizer.state.values() for value in moments.values()]
     unique = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in tensors}
@@ -139,7 +141,7 @@ def test_where_every_checkpoint_is_waited_for_a_full_disk_does_not_end_the_run_e
 
 def _full_and_waited_for(session: Any) -> tuple[list[str], int, list[str]]:
     heard: list[str] = []
-    session.on_written = lambda written: heard.append(written.problem) if written.problem else None
+    session.checkpoints.on_written = lambda written: heard.append(written.problem) if written.problem else None
     batches, write_files = session.batches(), state.write_files
     session.step(next(batches))
     state.write_files = _no_space

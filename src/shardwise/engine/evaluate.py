@@ -10,7 +10,7 @@ import torch
 
 from shardwise.data import StepBatch
 from shardwise.engine.step import Parts
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.tasks import Loss, Rows
 from shardwise.watch.beats import Phase, beat
 
@@ -51,7 +51,11 @@ def run_evaluation(
                             "not a Loss(sum, count) or Rows(keys, columns)"
                         )
     model.train()
-    return _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
+    metrics = _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
+    monitor = parts.config.training.monitor
+    if monitor not in metrics:
+        raise ConfigError(f"training.monitor: {monitor!r} is not a metric of this task; there is {', '.join(metrics)}")
+    return metrics
 
 
 def _averages(parts: Parts, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:

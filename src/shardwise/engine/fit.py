@@ -69,7 +69,7 @@ def fit(
                 monitor.written(checkpoint)
                 stop.saved(checkpoint.seconds)
 
-            session.on_written = written
+            session.checkpoints.on_written = written
             with stop.able_to_save():
                 stopped = _train(session, monitor, stop)
                 beat(Phase.END)
@@ -86,8 +86,8 @@ def _resume(session: Session, folder: RunFolder, which: str | None, otherwise: s
         resumed = session.resume(otherwise)
     if resumed is None:
         session.world.on_first(lambda: _refuse_if_lost(session, folder, which))
-        session.begin_anew()
-    elif session.saved_at is None:  # from elsewhere: a restart must find it here
+        session.checkpoints.begin_anew()
+    elif session.checkpoints.saved_at is None:  # from elsewhere: a restart must find it here
         session.save()
     return resumed
 
@@ -105,7 +105,7 @@ def _refuse_if_lost(session: Session, folder: RunFolder, which: str | None) -> N
 def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
     """Returns whether the run was asked to stop before its end."""
     training = session.config.training
-    anew = session.steps_done == 0 and session.saved_at is None
+    anew = session.steps_done == 0 and session.checkpoints.saved_at is None
     if (training.eval_at_start and anew) or _owes_an_evaluation(session, monitor):
         metrics = _evaluate(session, monitor)
         if metrics is None:
@@ -161,7 +161,7 @@ def _settle(session: Session, metrics: dict[str, float] | None) -> None:
     """The state of this step is in place when this returns. What kept it from being written may have passed: once more."""
     with contextlib.suppress(CheckpointError):  # it has been told
         session.wait()
-    if session.saved_at != session.steps_done:
+    if session.checkpoints.saved_at != session.steps_done:
         session.save(metrics)
     session.wait()
 

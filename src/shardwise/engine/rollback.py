@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardwise.engine.step import StepResult
+from shardwise.data import StepBatch
+from shardwise.engine.step import Parts, StepResult
 from shardwise.errors import LossSpike, NonFiniteError
 
 if TYPE_CHECKING:
     from shardwise.engine.session import Session
 
-LeftOut = list[tuple[int, int]]
+Place = tuple[int, int]
+"""Of a global batch: its epoch, and the samples of it that come before."""
+LeftOut = list[Place]
 
 
-def go_back(session: Session, place: tuple[int, int], result: StepResult) -> None:
+def go_back(session: Session, batch: StepBatch, result: StepResult) -> None:
     """Every rank comes here together. Each rollback leaves out one global batch more, so that the run gets past it."""
     limit = session.config.training.max_rollbacks
     error = LossSpike if result.verdict and result.verdict.what == "spike" else NonFiniteError
-    left_out = sorted({*session.left_out, place})
+    left_out = sorted({*session.left_out, place_of(batch, len(session.train_data))})
     if len(left_out) > limit:
         raise error(
             f"step {result.step}: {result.trouble}.\n  The run has gone back {limit} time(s) already, as often as "
@@ -34,3 +37,19 @@ def go_back(session: Session, place: tuple[int, int], result: StepResult) -> Non
     # Those of later rollbacks are not in the checkpoint, and must not be forgotten.
     session.left_out = sorted({*session.left_out, *left_out})
     result.trouble += f"; back from step {at} to {path}, and this global batch is left out"
+
+
+def place_of(batch: StepBatch, samples: int) -> Place:
+    end = batch.after.consumed if batch.after.epoch == batch.epoch else samples
+    return batch.epoch, end - batch.samples
+
+
+def left_out_step(parts: Parts, batch: StepBatch, steps_done: int) -> StepResult:
+    """A step in number only: the rate, the cursor and the length of the run stay what they would have been."""
+    return StepResult(
+        steps_done + 1,
+        skipped=True,
+        lr=parts.schedule.rate(steps_done),
+        trouble="its global batch is left out since a rollback",
+        times={"wait": batch.wait},
+    )

@@ -12,46 +12,39 @@ with Session("chess.yaml") as session:      take this process's place among the 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.checkpoint import CheckpointStore, Progress, Saver, Written, go_on_from, load_into, load_own
+from shardwise.checkpoint import CheckpointStore
 from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate, with_batch_size
 from shardwise.config.batching import keep_global_batch
-from shardwise.config.load import load_task_class, make_task
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
-from shardwise.data.loader import Work
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
-from shardwise.engine.own import OwnTask
+from shardwise.engine.own import check_data, task_for
 from shardwise.engine.precision import Precision
-from shardwise.engine.rollback import LeftOut, go_back
+from shardwise.engine.rollback import LeftOut, go_back, left_out_step, place_of
+from shardwise.engine.saving import Checkpoints, resume_run, save_run
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.step import Parts, StepResult, nonfinite_before, run_step
-from shardwise.errors import ConfigError, DataError, ShardwiseError
+from shardwise.engine.step import Parts, StepResult, run_step
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
-
-SLOW_STORAGE = 6
-"""Writing a checkpoint may take this many times as long as a rank may otherwise be silent."""
-FINISHING = 60.0
-"""Seconds that a run which fails waits for a checkpoint that is being written."""
 
 
 class Session:
@@ -80,24 +73,18 @@ class Session:
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.stop_check: Callable[[], bool] = lambda: False
         """Asked before every step and every batch of an evaluation: the same as `stop_requested`, found out when needed."""
-        self.saved_at: int | None = None
-        """The step of the newest checkpoint of this session, in place or being written."""
-        self.on_written: Callable[[Written], None] = self._warn
-        """Called at the next step after a checkpoint is in place, or could not be written."""
-        self._owns_folder = False
-        """Whether the checkpoints that lie in the folder belong to this run."""
-        self._saver: Saver | None = None
+        self.checkpoints = Checkpoints(self.store, self.world, self.config.training)
         self.forgot_compression = False
         """The checkpoint that was resumed has no memory of powersgd for this number of ranks."""
         self.batch_before: int | None = None
         """The global batch of the checkpoint that was resumed."""
-        self._begun_at: tuple[int, Cursor] = (0, Cursor())
+        self.begun_at: tuple[int, Cursor] = (0, Cursor())
         """The step and the cursor that this session started from."""
         self.left_out: LeftOut = []
         """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
-        self._losses = Losses()
+        self.recent_losses = Losses()
         self._went_back = False
-        self._bad: Suspect | None = None
+        self.suspect: Suspect | None = None
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
 
@@ -160,8 +147,7 @@ class Session:
         if error is None:
             self.close()
             return
-        if self._saver is not None:  # what is under way may still get there, if the other ranks are
-            self._saver.wait(FINISHING)
+        self.checkpoints.give_up()
         # After an error, ending NCCL's group would wait for collectives that never come; the process is about to end.
         if self.world.device.type == "cpu":
             self._leave()
@@ -198,19 +184,13 @@ class Session:
         With no argument, the config's task is trained. With `model`, `data` and `loss`, your own are: the model built
         on the CPU, a data set with a length, and a function from (model, batch) to a Loss.
         """
-        if model is not None or data is not None or loss is not None:
-            if model is None or data is None or loss is None:
-                raise ShardwiseError("session.prepare() needs model, data and loss together")
-            task = OwnTask(self.config, model, data, loss, valid, collate, count)
-        elif task is None:
-            task = self._make_task()
-        self.task: Task = task
+        self.task = task = task_for(self.config, task, model, data, loss, valid, collate, count)
         beat(Phase.PREPARE, 0)
         seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
         self.world.on_each_machine(task.prepare_data)
         self.train_data = task.train_data()
         self.valid_data = task.valid_data()
-        self._check_data()
+        check_data(self.train_data, self.valid_data, self.world)
         training = self.config.training
         spread_model = spread(
             self._build(task),
@@ -220,7 +200,7 @@ class Session:
             training,
             self.layout,
             self.batching.accumulation,
-            self._trial,
+            self._trial(),
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
@@ -240,15 +220,9 @@ class Session:
         spread_model.model.train()
         if self.finds_batch:
             self._find_batch()
-        self._saver = Saver(
-            self.store,
-            self.world,
-            self._retire,
-            alive=lambda: beat(Phase.SAVE),
-            patience=SLOW_STORAGE * training.hang_timeout,
-        )
         # Ranks that hold the same tensors write a part of them each.
-        self._saver.expect(spread_model.module.parameters(), self.layout.data_size // self.layout.size("shard"))
+        copies = self.layout.data_size // self.layout.size("shard")
+        self.checkpoints.open(spread_model.module.parameters(), copies)
         return spread_model.model
 
     def _find_batch(self) -> None:
@@ -260,21 +234,14 @@ class Session:
         lr = resolve_learning_rate(self.config.training, self.batching.global_batch)
         self.parts.schedule = Schedule(self.config.training.scheduler, lr, self.total_steps)
 
-    def _trial(self, model: nn.Module, device: torch.device) -> torch.Tensor:
+    def _trial(self) -> Callable[[nn.Module, torch.device], torch.Tensor]:
         """The loss of the first samples: for a look at what a model does, and how long its parts take."""
-        first = np.arange(min(self.batching.batch_size, len(self.train_data)))
-        reader = Reader(self.train_data, self.task.collate, self.task.count, self.config.seed)
-        read = reader.read(Work(first, (len(first),), epoch=0))
-        inputs = read.inputs if isinstance(self.train_data, BatchedSamples) else read.inputs[0]
-        return self.task.loss(model, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)).sum
+        inputs = cache(self.first_inputs)
 
-    def _make_task(self) -> Task:
-        kind = load_task_class(self.config.task)
-        if not issubclass(kind, Task):
-            raise ConfigError(f"task: {self.config.task}: {kind.__name__} is not a subclass of shardwise.Task")
-        if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-            raise ConfigError(f"task: {self.config.task}: {kind.__name__} has no {', '.join(missing)}")
-        return make_task(self.config)
+        def trial(model: nn.Module, device: torch.device) -> torch.Tensor:
+            return self.task.loss(model, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs())).sum
+
+        return trial
 
     def _build(self, task: Task) -> Callable[[], nn.Module]:
         def build() -> nn.Module:
@@ -282,20 +249,6 @@ class Session:
             return task.build_model()
 
         return build
-
-    def _check_data(self) -> None:
-        for data in (self.train_data, self.valid_data):
-            by_index = isinstance(data, BatchedSamples) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
-            if data is not None and not by_index:
-                raise DataError(f"data must have a length and be read by index, unlike {type(data).__name__}")
-        if not len(self.train_data):
-            raise DataError("the training data is empty")
-        held_out = None if self.valid_data is None else len(self.valid_data)
-        sizes = self.world.gather((len(self.train_data), held_out))
-        if len(set(sizes)) > 1:
-            raise DataError(
-                f"the ranks see data of different sizes (training, validation): {sizes}. They must read the same files"
-            )
 
     @property
     def parts(self) -> Parts:
@@ -316,7 +269,7 @@ class Session:
     @property
     def total_steps(self) -> int:
         """Of the whole run: those before this session, and those left from where it started."""
-        training, (step, cursor) = self.config.training, self._begun_at
+        training, (step, cursor) = self.config.training, self.begun_at
         epochs_after = max(0, training.max_epochs - cursor.epoch - 1)
         in_this_epoch = self.batching.steps_per_epoch(len(self.train_data) - cursor.consumed)
         left = in_this_epoch + epochs_after * self.steps_per_epoch if cursor.epoch < training.max_epochs else 0
@@ -325,17 +278,8 @@ class Session:
     def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         while self.steps_done < self.total_steps:
-            loader = StepLoader(
-                Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
-                self.order(),
-                self._per_process(),
-                self.layout.data_rank,
-                self.world.device,
-                self.config.data,
-                start=self.cursor,
-                epochs=self.config.training.max_epochs,
-            )
             self._went_back = False
+            loader = self._loader()
             beat(Phase.DATA, self.steps_done + 1)
             for batch in loader:
                 yield batch
@@ -346,6 +290,23 @@ class Session:
                 beat(Phase.DATA, self.steps_done + 1)
             else:
                 return
+
+    def first_inputs(self) -> Any:
+        """Of this rank's next micro-batch: for a look at what the model does. Read as the loop reads, so that files are opened
+        by the loader's workers alone."""
+        return next(iter(self._loader())).micro[0].inputs
+
+    def _loader(self) -> StepLoader:
+        return StepLoader(
+            Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
+            self.order(),
+            self._per_process(),
+            self.layout.data_rank,
+            self.world.device,
+            self.config.data,
+            start=self.cursor,
+            epochs=self.config.training.max_epochs,
+        )
 
     @property
     def devices_per_process(self) -> int:
@@ -365,19 +326,21 @@ class Session:
     @memory_explained(lambda session: f"step {session.steps_done + 1}")
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
-        self._hear_of_checkpoints()
-        if self._place_of(batch) in self.left_out:
-            return self._leave_out(batch)
-        result = run_step(self.parts, batch, self.steps_done, stop=self._stopping(), bad=self._bad, losses=self._losses)
+        self.checkpoints.heard()
+        if place_of(batch, len(self.train_data)) in self.left_out:
+            return self._made(left_out_step(self.parts, batch, self.steps_done), batch)
+        result = run_step(
+            self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.suspect, losses=self.recent_losses
+        )
         if result.stopped:
             return result
         if result.rollback:
-            go_back(self, self._place_of(batch), result)
+            go_back(self, batch, result)
             self._went_back = True
             return result
-        self._bad = result.suspect
+        self.suspect = result.suspect
         if result.loss is not None and not result.skipped:
-            self._losses.add(result.loss)
+            self.recent_losses.add(result.loss)
         return self._made(result, batch)
 
     def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
@@ -388,22 +351,6 @@ class Session:
 
     def _stopping(self) -> bool:
         return self.stop_requested or self.stop_check()
-
-    def _place_of(self, batch: StepBatch) -> tuple[int, int]:
-        """The epoch, and the samples of it that come before this global batch."""
-        end = batch.after.consumed if batch.after.epoch == batch.epoch else len(self.train_data)
-        return batch.epoch, end - batch.samples
-
-    def _leave_out(self, batch: StepBatch) -> StepResult:
-        """A step in number only: the rate, the cursor and the length of the run stay what they would have been."""
-        result = StepResult(
-            self.steps_done + 1,
-            skipped=True,
-            lr=self.parts.schedule.rate(self.steps_done),
-            trouble="its global batch is left out since a rollback",
-            times={"wait": batch.wait},
-        )
-        return self._made(result, batch)
 
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
@@ -433,21 +380,8 @@ class Session:
                 keep_workers=True,
             )
         self.parts.spread.share_buffers()
-        metrics = run_evaluation(
-            self.parts,
-            self._valid_loader,
-            Path(self.config.run_folder) / "pictures",
-            self.steps_done,
-            stop=self._stopping,
-        )
-        if metrics is None:
-            return None
-        if self.config.training.monitor not in metrics:
-            raise ConfigError(
-                f"training.monitor: {self.config.training.monitor!r} is not a metric of this task; "
-                f"there is {', '.join(metrics)}"
-            )
-        return metrics
+        pictures = Path(self.config.run_folder) / "pictures"
+        return run_evaluation(self.parts, self._valid_loader, pictures, self.steps_done, stop=self._stopping)
 
     # ---------------------------------------------------------------- save and resume
 
@@ -456,132 +390,14 @@ class Session:
 
         It is written while training goes on, unless training.async_checkpoint is false; `wait()` waits for it.
         """
-        training = self.config.training
-        beat(Phase.SAVE, self.steps_done)
-        if training.on_nonfinite == "stop" and self.world.sum(self._bad is not None)[0]:
-            raise nonfinite_before(self.parts, self.steps_done, self._bad)
-        self.begin_anew()
-        self.parts.spread.share_buffers()
-        metric = (metrics or {}).get(training.monitor)
-        if metric is not None and math.isfinite(metric) and self._better(metric, self.best_metric):
-            self.best_metric = metric
-        progress = Progress(
-            step=self.steps_done,
-            cursor=self.cursor,
-            skipped_steps=self.skipped_steps,
-            metric=metric,
-            best_metric=self.best_metric,
-            scaler=self.parts.scaler.state_dict(),
-            global_batch=self.batching.global_batch,
-            samples=len(self.train_data),
-            seed=self.config.seed,
-            order=self._order_name(),
-            left_out=self.left_out,
-            recent_losses=list(self._losses.recent),
-        )
-        memory = self.parts.spread.memory
-        assert self._saver is not None  # self.parts would have complained
-        path = self._saver.save(
-            self.parts.spread.module, self.parts.optimizer, progress, memory.tensors() if memory else None
-        )
-        self.saved_at = self.steps_done
-        if not training.async_checkpoint:
-            self._hear_of_checkpoints(wait=True)
-        return path
-
-    def begin_anew(self) -> None:
-        """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's."""
-        if not self._owns_folder:
-            go_on_from(-1, self.store, self.world)
-            self._owns_folder = True
+        return save_run(self, metrics)
 
     def wait(self) -> None:
         """Until the newest checkpoint is in place. If it could not be written, this says why."""
-        written = self._hear_of_checkpoints(wait=True)
+        written = self.checkpoints.heard(wait=True)
         if written and written[-1].cause is not None:
             raise written[-1].cause
 
-    def _hear_of_checkpoints(self, *, wait: bool = False) -> list[Written]:
-        if self._saver is None:
-            return []
-        written = self._saver.wait() if wait else self._saver.finished()
-        for each in written:
-            if each.problem and self.saved_at == each.step:
-                self.saved_at = None
-            self.on_written(each)
-        return written
-
-    def _warn(self, written: Written) -> None:
-        if written.problem and self.world.is_first:
-            print(f"warning: {written.problem}; training goes on", file=sys.stderr, flush=True)
-
-    def _retire(self) -> None:
-        training = self.config.training
-        self.store.retire(keep_best=training.save_top_k, mode=training.monitor_mode, keep_last=training.keep_last)
-
-    def _better(self, metric: float, than: float | None) -> bool:
-        if than is None:
-            return True
-        return metric < than if self.config.training.monitor_mode == "min" else metric > than
-
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
-        self._hear_of_checkpoints(wait=True)
-        beat(Phase.RESUME, 0)
-        found = load_into(self.parts.spread.module, self.parts.optimizer, which, self.store, self.world)
-        if found is None:
-            return None
-        path, progress = found
-        if self.parts.spread.settles_later and not self.steps_done:
-            self._rehearse()
-        if self.parts.spread.memory is not None:
-            own = load_own(path, self.world)
-            self.forgot_compression = own is None
-            if own is not None:
-                self.parts.spread.memory.restore(own)
-        self._check_same_run(progress)
-        elsewhere = path.parent.resolve() != self.store.folder.resolve()
-        go_on_from(-1 if elsewhere else progress.step, self.store, self.world)
-        self.steps_done, self.cursor = progress.step, progress.cursor
-        self.saved_at = None if elsewhere else progress.step
-        self._owns_folder = True
-        self._begun_at = (progress.step, progress.cursor)
-        self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)
-        self.skipped_steps, self.best_metric = progress.skipped_steps, progress.best_metric
-        self.batch_before = progress.global_batch
-        self.left_out, self._losses, self._bad = progress.left_out, Losses(progress.recent_losses), None
-        if progress.scaler and self.parts.scaler.is_enabled():
-            self.parts.scaler.load_state_dict(progress.scaler)
-        return path
-
-    def _rehearse(self) -> None:
-        """A backward pass whose gradients are thrown away. DDP settles after the first one which gradients travel together
-        and in which order, and so how they are added up: a resumed run must do that before its first step."""
-        steps = self.batches()
-        micro = next(steps).micro[0]
-        steps.close()
-        module = self.parts.spread.module
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with self.parts.precision.autocast():
-            loss = self.task.loss(self.model, micro.inputs)
-        loss.sum.backward()
-        self.parts.optimizer.zero_grad()
-        for name, buffer in module.named_buffers():  # by name: a forward may have put another tensor in its place
-            buffer.copy_(before[name])
-
-    def _order_name(self) -> str:
-        origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""
-        return f"{origin} {self.order().name}".strip()
-
-    def _check_same_run(self, progress: Progress) -> None:
-        if progress.cursor.consumed and progress.order not in ("", self._order_name()):
-            raise ConfigError(
-                f"the checkpoint lies in the middle of an epoch whose samples come {progress.order!r}; now they would come "
-                f"{self._order_name()!r}, so some would be used twice and some never. Resume with the data block it had, or "
-                "from a checkpoint at the end of an epoch"
-            )
-        if progress.samples != len(self.train_data) or progress.seed != self.config.seed:
-            raise ConfigError(
-                f"the checkpoint was made with {progress.samples} training samples and seed {progress.seed}, but there "
-                f"are {len(self.train_data)} and seed {self.config.seed} now: the order of samples would not continue"
-            )
+        return resume_run(self, which)

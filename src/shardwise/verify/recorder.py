@@ -66,7 +66,6 @@ class Recorder:
         }
         self._own_gradients: OwnGradients | None = None
         self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
-        self._resuming = False
         self._done = False
 
     @contextmanager
@@ -111,9 +110,7 @@ class Recorder:
             return result
 
         def resume(session: Session, which: str = "auto") -> Path | None:
-            recorder._resuming = True  # the session may look at a batch meanwhile
             path = before["resume"](session, which)
-            recorder._resuming = False
             if path is not None:
                 recorder.snapshot(session, "resumed")
             return path
@@ -211,7 +208,7 @@ class Recorder:
             self._write()
             self._done = True
             raise Finished
-        if self.job.resume and session.saved_at is None and not self._resuming:  # a program that did not do so itself
+        if self.job.resume and session.checkpoints.saved_at is None:  # a program that did not do so itself
             session.resume("latest")
 
     # ---------------------------------------------------------------- steps
