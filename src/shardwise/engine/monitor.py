@@ -53,7 +53,10 @@ class Monitor:
         self.last_loss: float | None = None
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self.last_norm = 0.0
         self._window, self._stragglers = Window(), Stragglers()
+        self._unread: list[StepResult] = []
+        """Steps whose times are not in the window yet: a device may still be making the last of them."""
         self._said_wait = False
         self._idle = self._computing = 0.0
 
@@ -107,20 +110,24 @@ class Monitor:
         session = self.session
         self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
         if result.step > 1:  # the first includes the start of workers, and whatever is made once
-            self._window.add(result.times)
+            self._unread.append(result)
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
             self.console.say(f"step {done}: {what}: step skipped (all ranks; {session.skipped_steps} so far)")
+        if result.awaited is None:
+            self.last_norm = result.grad_norm
         due = done % every == 0 or done == 1 or done == session.total_steps
         if not due:
-            self.console.show(
-                self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss})
-            )
+            self.console.show(self._line(done, {"lr": result.lr, "grad_norm": self.last_norm, "loss": self.last_loss}))
             return
         loss = session.loss(result)
+        self.last_norm = result.grad_norm
+        for step in self._unread:
+            self._window.add(step.settle().times)
+        self._unread.clear()
         self.last_loss = loss if result.global_count else self.last_loss
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)

@@ -65,15 +65,12 @@ class _Region:
         began = time.perf_counter()
         try:
             result = self.compiled(*args, **kwargs)
-        except _CANNOT_COMPILE as error:
+        except torch._dynamo.exc.TorchDynamoException as error:
             self.regions.give_up(error)
             return self.plain(*args, **kwargs)
         if _compiled_frames() != before:
             self.regions.seconds += time.perf_counter() - began
         return result
-
-
-_CANNOT_COMPILE = (torch._dynamo.exc.TorchDynamoException,)
 
 
 def _compiled_frames() -> int:
