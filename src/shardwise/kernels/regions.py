@@ -32,7 +32,7 @@ class Regions:
     """Spent in calls that compiled something."""
 
     def give_up(self, problem: BaseException) -> None:
-        self.problem = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0]}"
+        self.problem = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
         for block in self.blocks:
             block.__dict__.pop("forward", None)
         log.warning(f"the model does not compile, and runs as it is: {self.problem}")
