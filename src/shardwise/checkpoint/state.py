@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.checkpoint.tensors import INDEX, Agreed, SafeLoadPlanner, Shelf, Stage, write_files, write_index
 from shardwise.data import Cursor
-from shardwise.data.manifest import FileEntry, problems_of, read_manifest
+from shardwise.data.manifest import Condition, FileEntry, condition_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
@@ -182,9 +182,10 @@ def load_model(model: nn.Module, path: Path) -> None:
 def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     """Rank 0 lists what there is; all ranks check the files, each a part of them."""
 
-    def check(folder: Path) -> list[str]:
-        found = world.gather(problems_of(folder, part=(world.rank, world.size)))
-        return list(dict.fromkeys(problem for part in found for problem in part))
+    def check(folder: Path) -> Condition:
+        mine = condition_of(folder, part=(world.rank, world.size))
+        damage, unreadable = zip(*world.gather((mine.damage, mine.unreadable)), strict=True)
+        return Condition(_each_once(damage), _each_once(unreadable))
 
     if which in ("auto", "latest"):
         listed = _on_first(world, "look for a checkpoint", store.every)
@@ -194,9 +195,17 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     for complaint in complaints:
         if world.is_first:
             print(f"warning: {complaint}", flush=True)
+    if path is None and store.passed_over:
+        raise CheckpointError(
+            f"there are checkpoints in {store.folder}, and none can be read now. Is the storage there? Nothing was changed"
+        )
     if path is None and which == "latest":
         raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
     return path
+
+
+def _each_once(parts: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
