@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from shardwise.data.manifest import Condition, FileEntry, condition_of, read_man
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def stage_from(
 
 def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world: World) -> Path:
     """All ranks write their files aside, rank 0 puts the manifest beside them and renames the folder into place."""
-    aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
+    aside = Path(_on_first(world, "prepare the checkpoint folder", lambda: str(store.begin(progress.step))))
     files: dict[str, FileEntry] = {}
     problem = ""
     stage.settle()
@@ -105,15 +103,15 @@ def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world
             files[INDEX] = write_index(aside, stage.index)
     except Exception as error:  # the other ranks wait below, whatever it is
         problem = f"rank {world.rank}: {error if isinstance(error, OSError) else repr(error)}"
-    everyone = world.gather((files, problem))
+    everyone = world.gather(({name: asdict(entry) for name, entry in files.items()}, problem))
     if problems := [problem for _, problem in everyone if problem]:
         _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(progress.step))
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {store.folder}: {'; '.join(problems)}"
         )
-    every_file = {name: entry for part, _ in everyone for name, entry in part.items()}
+    every_file = {name: FileEntry(**entry) for part, _ in everyone for name, entry in part.items()}
     fields = json.loads(json.dumps(asdict(progress)))
-    return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, every_file, fields))
+    return Path(_on_first(world, "commit the checkpoint", lambda: str(store.commit(progress.step, every_file, fields))))
 
 
 def load_into(
@@ -188,8 +186,8 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
         return Condition(_each_once(damage), _each_once(unreadable))
 
     if which in ("auto", "latest"):
-        listed = _on_first(world, "look for a checkpoint", store.every)
-        path, complaints = store.newest_whole(listed, check, act=world.is_first)
+        listed = _on_first(world, "look for a checkpoint", lambda: [str(each.path) for each in store.every()])
+        path, complaints = store.newest_whole([Path(each) for each in listed], check, act=world.is_first)
     else:
         path, complaints = store.named(Path(which), check, act=world.is_first)
     for complaint in complaints:
@@ -221,7 +219,7 @@ def _load(state: dict[str, Any], path: Path, world: World) -> None:
         ) from error
 
 
-def _on_first(world: World, purpose: str, action: Callable[[], T]) -> T:
+def _on_first(world: World, purpose: str, action: Callable[[], Any]) -> Any:
     """Something with files, done by rank 0; every rank learns whether it worked."""
     try:
         return world.on_first(action)

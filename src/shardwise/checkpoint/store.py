@@ -30,7 +30,7 @@ class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.passed_over: set[Path] = set()
-        """Checkpoints that could not be read when they were looked at: they are left as they are."""
+        """Checkpoints that could not be read at the last look: they are left as they are."""
 
     def begin(self, step: int) -> Path:
         """An empty folder aside, for one checkpoint. What an interrupted one left there is cleared away."""
@@ -92,7 +92,7 @@ class CheckpointStore:
         return sorted(found, key=lambda item: item.step)
 
     def newest_whole(
-        self, among: list[Found] | None = None, check: Check = condition_of, *, act: bool = True
+        self, among: list[Path] | None = None, check: Check = condition_of, *, act: bool = True
     ) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
 
@@ -100,25 +100,24 @@ class CheckpointStore:
         does not give are passed over for now. Where several processes look together, one of them acts.
         """
         complaints: list[str] = []
-        for found in reversed(self.every() if among is None else among):
-            condition = check(found.path)
+        self.passed_over.clear()
+        for path in reversed([found.path for found in self.every()] if among is None else among):
+            condition = check(path)
             problems = "; ".join(condition.problems)
             if not problems:
-                return found.path, complaints
+                return path, complaints
             if condition.unreadable:
-                self.passed_over.add(found.path)
-                complaints.append(
-                    f"checkpoint {found.path} cannot be read, is passed over and left as it is: {problems}"
-                )
+                self.passed_over.add(path)
+                complaints.append(f"checkpoint {path} cannot be read, is passed over and left as it is: {problems}")
                 continue
-            done = self._set_aside(found) if act else ""
-            complaints.append(f"checkpoint {found.path} is damaged{done}: {problems}")
+            done = self._set_aside(path) if act else ""
+            complaints.append(f"checkpoint {path} is damaged{done}: {problems}")
         return None, complaints
 
-    def _set_aside(self, found: Found) -> str:
-        damaged = self._free_name(f"damaged-{found.path.name.removeprefix(_REPLACED)}")
+    def _set_aside(self, path: Path) -> str:
+        damaged = self._free_name(f"damaged-{path.name.removeprefix(_REPLACED)}")
         try:
-            found.path.rename(damaged)
+            path.rename(damaged)
         except OSError as error:
             return f" and could not be set aside ({error.strerror})"
         return f" and set aside as {damaged.name}"
