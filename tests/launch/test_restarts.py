@@ -18,10 +18,11 @@ import psutil
 import pytest
 
 from shardwise.cli.train import duration, node_range
-from shardwise.engine.stop import Stop
+from shardwise.engine.stop import Stop, seconds_to_leave
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes
+from shardwise.watch.exit_codes import TIME_IS_UP
 from tests.cli.program import BIN, SHARDWISE, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
 
@@ -288,6 +289,26 @@ def test_the_time_is_up_when_a_save_and_two_steps_would_no_longer_fit() -> None:
     assert not stop(left=20 + 2 * 10 + 5 + 1).requested
     assert stop(left=20 + 2 * 10 + 5 - 1).requested
     assert not Stop().requested
+
+
+def test_before_the_first_checkpoint_its_time_is_guessed_from_its_size() -> None:
+    import time
+
+    def stop(left: float) -> Stop:
+        made = Stop(after=1000.0, began=time.monotonic() - 1000.0 + left)
+        made.state_bytes = 20_000_000_000  # 200 seconds on a slow disk; 30 are kept in reserve
+        return made
+
+    assert not stop(left=200 + 30 + 1).requested
+    late = stop(left=200 + 30 - 1)
+    assert late.requested
+    late.saved(2.0)
+    assert late.exit_code == TIME_IS_UP, "it is faster than was thought, but that is why this rank left"
+    fast = stop(left=200)
+    fast.saved(2.0)
+    assert not fast.requested, "from then on, what it took is what counts"
+    assert seconds_to_leave(100.0, step=10.0, save=20.0) == 20 + 2 * 10 + 5
+    assert seconds_to_leave(7200.0, step=0.0, save=0.0) == 30
 
 
 def test_how_often_ranks_were_started_before_is_what_the_launcher_or_torchrun_says() -> None:

@@ -20,7 +20,7 @@ from shardwise.parallel.spread import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
-from shardwise.watch.stragglers import Stragglers, Window
+from shardwise.watch.stragglers import Pace, Stragglers, Window
 from shardwise.watch.trackers import Tracker, open_trackers
 
 MUCH_WAITING = 0.1
@@ -132,10 +132,11 @@ class Monitor:
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)
         readings = self.rates.read()
-        everyone = session.world.gather((readings["data_wait_share"] or 0.0, self._window.read()))
+        pace = self._window.read()
+        everyone = session.world.gather((readings["data_wait_share"] or 0.0, pace and asdict(pace)))
         # The rank that waits longest holds up all of them.
         readings["data_wait_share"] = max(share for share, _ in everyone)
-        slow = self._stragglers.judge([pace for _, pace in everyone])
+        slow = self._stragglers.judge([each and Pace(**each) for _, each in everyone])
         record: dict[str, Any] = {
             "step": done,
             "epoch": session.cursor.epoch if session.cursor.consumed else session.cursor.epoch - 1,

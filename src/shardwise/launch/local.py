@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
+from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
@@ -75,8 +75,8 @@ def run_ranks(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # its 30 seconds are too few for a large checkpoint
     if sys.platform == "linux" and (interface := "lo" if nodes is None else nodes.interface):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # nobody else is to reach the ranks of one machine
-    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as scratch:
-        agent = _agent(job, count, max_restarts, nodes, Path(scratch))
+    with scratch_folder() as scratch:
+        agent = _agent(job, count, max_restarts, nodes, scratch)
         with signals_to(agent.ask):
             start_server(preload, rehearsed)  # with Ctrl-C blocked, as its ranks shall have it
             try:
