@@ -24,6 +24,10 @@ NAMES = Path("/run/netns")
 """Where iproute2 keeps them."""
 
 
+class NoNetworks(ShardwiseError):
+    """The kernel refuses."""
+
+
 @dataclass(frozen=True)
 class Machine:
     network: str
@@ -69,7 +73,7 @@ def why_there_are_none() -> str | None:
     try:
         with two_machines():  # a container may have root and yet not the right
             return None
-    except ShardwiseError as error:
+    except NoNetworks as error:
         return str(error)
 
 
@@ -84,7 +88,7 @@ def _sweep() -> None:
 def _ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ShardwiseError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise NoNetworks(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 def _remove(name: str) -> None:
