@@ -176,7 +176,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
         yield made
 
 
-def test_a_link_that_is_cut_is_judged_and_the_machine_that_is_left_goes_on(
+def test_both_ends_of_a_cut_link_are_judged_one_goes_on_and_the_other_joins_again_when_it_is_back(
     tmp_path: Path, machines: tuple[Machine, Machine]
 ) -> None:
     """Nothing is reset or refused: what was sent never arrives, and only silence tells."""
@@ -185,16 +185,23 @@ def test_a_link_that_is_cut_is_judged_and_the_machine_that_is_left_goes_on(
     here, there = (machine.within() for machine in machines)
     with launcher(parts, *meeting, "--node-host", within=here) as (host, host_says):
         host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
-        with launcher(parts, *meeting, within=there):
+        with launcher(parts, *meeting, within=there) as (guest, guest_says):
             host_says("batch 3 per device × 1 accumulation × 2 devices → 3")
             host_says("checkpoint runs/ragged/checkpoints/step")
             subprocess.run([*there, "ip", "link", "set", CABLE, "down"], check=True)
             host_says("rank 1, of which nothing is seen here: the machine, or the link to it, is lost or hangs")
+            guest_says("rank 0, of which nothing is seen here: the machine, or the link to it, is lost or hangs")
             host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
             host_says("checkpoint runs/ragged/checkpoints/step")
+            machines[1].put_the_cable_back()
+            host_says("batch 3 per device × 1 accumulation × 2 devices → 3")
+            host_says("checkpoint runs/ragged/checkpoints/step")
+            guest.terminate()
+            assert guest.wait(timeout=60) == 75
+        host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
         host.terminate()
         assert host.wait(timeout=60) == 75
-    assert [verdict["kind"] for verdict in verdicts(parts)] == ["lost"]
+    assert [verdict["kind"] for verdict in verdicts(parts)] == ["lost", "lost"]
     assert_the_curve_of_one_machine(whole, parts)
 
 
