@@ -21,10 +21,14 @@ from shardwise.drill.network import NAMES, two_machines, why_there_are_none
 from tests.cli.program import environment
 from tests.drill.test_drill import CONFIG, drill
 
-needs_networks = pytest.mark.skipif(why_there_are_none() is not None, reason=str(why_there_are_none()))
+
+@pytest.fixture
+def networks() -> None:
+    if (reason := why_there_are_none()) is not None:
+        pytest.skip(reason)
 
 
-@needs_networks
+@pytest.mark.usefixtures("networks")
 def test_after_two_cuts_of_the_link_both_machines_come_back_by_themselves_and_nothing_is_lost(tmp_path: Path) -> None:
     code, result, said = drill(tmp_path, "Ragged", "--count", "2", "--faults", "link", "--seed", "1", "--steps", "20")
     assert (code, result["problems"]) == (0, []), said
@@ -33,7 +37,8 @@ def test_after_two_cuts_of_the_link_both_machines_come_back_by_themselves_and_no
         "nothing is seen here: the machine, or the link to it" in each["verdict"] for each in result["recoveries"]
     )
     file = tmp_path / "runs/toy-drill/round-1/run/verdicts.jsonl"
-    verdicts = [json.loads(line) for line in file.read_text().splitlines()]
+    # On a busy machine ranks may start so late that they are missed for that.
+    verdicts = [json.loads(line) for line in file.read_text().splitlines() if "start-up" not in line]
     assert [verdict["kind"] for verdict in verdicts] == ["lost"] * 4
     assert sorted(verdict["guilty"] for verdict in verdicts) == [[0], [0], [1], [1]], (
         "each misses the other, both times"
@@ -44,7 +49,7 @@ def test_after_two_cuts_of_the_link_both_machines_come_back_by_themselves_and_no
 # ---------------------------------------------------------------- the two machines
 
 
-@needs_networks
+@pytest.mark.usefixtures("networks")
 def test_the_networks_are_gone_after_an_error_or_ctrl_c_and_a_killed_drill_s_are_swept_by_the_next(
     tmp_path: Path,
 ) -> None:

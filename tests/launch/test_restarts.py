@@ -201,7 +201,10 @@ def test_both_ends_of_a_cut_link_are_judged_one_goes_on_and_the_other_joins_agai
         host_says("batch 3 per device × 1 accumulation × 1 devices = 3")
         host.terminate()
         assert host.wait(timeout=60) == 75
-    assert [verdict["kind"] for verdict in verdicts(parts)] == ["lost", "lost"]
+    # On a busy machine the guest may take so long to start that the host misses it for that.
+    cut = [verdict for verdict in verdicts(parts) if "start-up" not in verdict["sentence"]]
+    assert [verdict["kind"] for verdict in cut] == ["lost", "lost"]
+    assert sorted(verdict["guilty"] for verdict in cut) == [[0], [1]]
     assert_the_curve_of_one_machine(whole, parts)
 
 

@@ -1,7 +1,8 @@
 """Where launchers meet: torchrun's rendezvous, but nobody who asks it is held up while it does not answer.
 
 A launcher asks ten times a second whether another machine waits to join. Behind a cut link there is no answer and no error
-either, for a quarter of an hour (torch 2.13), and meanwhile nobody would look after the ranks, which hang for the same reason.
+either, as long as the kernel keeps trying (100 s seen, torch 2.13), and meanwhile nobody would look after the ranks, which hang
+for the same reason.
 """
 
 from __future__ import annotations
