@@ -78,10 +78,10 @@ def why_there_are_none() -> str | None:
 
 
 def _sweep() -> None:
-    """What drills left behind that were killed."""
+    """What drills left behind that were killed; one of them may have had the number that this process has now."""
     for file in NAMES.glob("shardwise-*-[ab]"):
         match = re.fullmatch(r"shardwise-(\d+)-[ab]", file.name)
-        if match and not Path("/proc", match[1]).exists():
+        if match and (int(match[1]) == os.getpid() or not Path("/proc", match[1]).exists()):
             _remove(file.name)
 
 
