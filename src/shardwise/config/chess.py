@@ -41,6 +41,11 @@ class ChessTokenizer(Block):
         None, description="pretrained: hub name or folder, if not the model's.", json_schema_extra=hub_name("model")
     )
     max_seq_len: int = Field(256, ge=2, description="Tokens per game at most; longer games are cut here.")
+    packing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Lay the games of a micro-batch end to end instead of padding them to the longest; no game sees another. "
+        "auto: on CUDA, where the model and the strategy can.",
+    )
 
 
 class ChessModel(Block):

@@ -17,22 +17,42 @@ from torch.distributed.tensor.parallel import (
 
 from shardwise.config.chess import ChessModel
 from shardwise.errors import ConfigError, DataError, MissingExtra
+from shardwise.kernels.attention import NAME, Look, look_at_attention, register_attention
+from shardwise.kernels.backend import Shape
 from shardwise.tasks.chess.tokens import GameTokenizer
 
 
-def build_language_model(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> nn.Module:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise MissingExtra.of("transformers", "lm", "task: chess") from None
+def build_language_model(
+    options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int, *, our_attention: bool
+) -> nn.Module:
+    """`our_attention`: that of kernels/attention.py takes the place of Transformers' own."""
+    auto = _auto_model()
     config = _config(options, tokenizer, max_seq_len)
+    settings: dict[str, Any] = {"dtype": torch.float32}
+    if our_attention:
+        register_attention()
+        settings["attn_implementation"] = NAME
     # On the meta device only the shape is wanted; the weights come from the one rank that loads them.
     if options.name is None or torch.get_default_device().type == "meta":
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return auto.from_config(config, **settings)
     try:
-        return AutoModelForCausalLM.from_pretrained(options.name, config=config, dtype=torch.float32)
+        return auto.from_pretrained(options.name, config=config, **settings)
     except OSError as error:
         raise _cannot_load(options.name, error) from error
+
+
+def look_at_language_model(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> Look:
+    """Whether its attention may be ours, and whether games may be packed: learnt from its shape, without its weights."""
+    auto, config = _auto_model(), _config(options, tokenizer, max_seq_len)
+    with torch.device("meta"):
+        return look_at_attention(auto.from_config(config, dtype=torch.bfloat16), max_seq_len)
+
+
+def attention_shape(config: Any, batch: int, length: int, dtype: torch.dtype) -> Shape:
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shape(batch, heads, kv_heads, length, head_dim, dtype)
 
 
 def split_language_model(model: Any, ranks: int, *, sequence_parallel: bool) -> dict[str, ParallelStyle] | None:
@@ -84,6 +104,14 @@ def _along_the_sequence(base: str, said: dict[str, str]) -> dict[str, ParallelSt
         else:
             plan[base + name] = ColwiseParallel(input_layouts=Replicate() if "self_attn" in name else Shard(1))
     return plan
+
+
+def _auto_model() -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise MissingExtra.of("transformers", "lm", "task: chess") from None
+    return AutoModelForCausalLM
 
 
 def _config(options: ChessModel, tokenizer: GameTokenizer, max_seq_len: int) -> Any:

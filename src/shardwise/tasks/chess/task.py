@@ -14,13 +14,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
-from shardwise.errors import DataError
+from shardwise.data.cache import cache_folder
+from shardwise.errors import ConfigError, DataError
+from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
+from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.games import load_games, read_move
-from shardwise.tasks.chess.model import build_language_model, split_language_model
+from shardwise.tasks.chess.layout import IGNORED, packed, padded
+from shardwise.tasks.chess.model import (
+    attention_shape,
+    build_language_model,
+    look_at_language_model,
+    split_language_model,
+)
 from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
 
-IGNORED = -100
 POSITIONS_PER_GAME = 4
 """Positions at which the first choice is decoded when a move takes several tokens; one-token moves are all checked."""
 
@@ -47,35 +55,92 @@ class ChessTask(Task):
     def _tokenizer_options(self) -> ChessTokenizer:
         return self.config.tokenizer
 
+    @cached_property
+    def packs(self) -> bool:
+        """Whether the games of a training micro-batch lie end to end. Follows from the config and the kind of device alone, so
+        that ranks and loader workers agree."""
+        wanted = self._tokenizer_options.packing
+        if wanted is False or (wanted == "auto" and not self._on_cuda):
+            return False
+        problem = self._against_packing()
+        if wanted is True and problem:
+            raise ConfigError(f"tokenizer.packing: true, but {problem}. Leave it out, or set it to false")
+        return not problem
+
+    def _against_packing(self) -> str:
+        training = self.config.training
+        strategy = self.config.strategy_on(1)
+        if strategy in ("dp", "pipeline"):
+            return f"strategy {strategy} cuts a micro-batch along its rows, and packed games are one row"
+        if strategy == "tensor" and training.tensor is not None and training.tensor.sequence_parallel:
+            return "training.tensor.sequence_parallel cuts the rows themselves, in the middle of a game"
+        if not self._look.packs:
+            kind = self._model_options.name or self._model_options.architecture
+            return f"the model {kind} cannot tell packed games apart: {self._look.why_not}"
+        return ""
+
+    @property
+    def _on_cuda(self) -> bool:
+        device = self.config.training.device
+        return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+    @cached_property
+    def _look(self) -> Look:
+        return look_at_language_model(self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len)
+
+    def prepare_data(self) -> None:
+        """Which attention is fastest is measured by one rank of a machine, before any other asks."""
+        if self._chooses_attention:
+            with torch.device("meta"):
+                model = self._build()
+            fastest_backend(self._attention_shape(model), _measured_attention())
+
     def train_data(self) -> _Games:
+        _ = self.packs  # known before loader workers are forked, and refused before anything else is done
         return _Games(self._games[0], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=False)
 
     def valid_data(self) -> _Games:
         return _Games(self._games[1], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=True)
 
     def build_model(self) -> nn.Module:
-        return build_language_model(self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len)
+        model = self._build()
+        if self._chooses_attention:
+            prefer_backend(model, remembered_backend(self._attention_shape(model), _measured_attention()))
+        return model
+
+    def _build(self) -> nn.Module:
+        return build_language_model(
+            self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len, our_attention=self._look.ours
+        )
+
+    @property
+    def _chooses_attention(self) -> bool:
+        """In a rank, that is, which has its GPU: a process that ranks are forked from must not touch one."""
+        return torch.cuda.is_initialized() and self._on_cuda and self._look.ours and not self.packs
+
+    def _attention_shape(self, model: Any) -> Shape:
+        training = self.config.training
+        dtype = {"32-true": torch.float32, "16-mixed": torch.float16}.get(training.precision, torch.bfloat16)
+        return attention_shape(model.config, training.batch_size, self._tokenizer_options.max_seq_len, dtype)
 
     def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any] | None:
         self._length_multiple = ranks if sequence_parallel else 1
         return split_language_model(model, ranks, sequence_parallel=sequence_parallel)
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
-        """Rows padded on the right to the longest; targets are the next tokens, padding ignored."""
-        longest = max(len(sample.ids) for sample in samples)
-        ids = torch.full((len(samples), longest), self.tokenizer.pad_id)
-        targets = torch.full((len(samples), longest), IGNORED)
-        for row, sample in enumerate(samples):
-            tokens = torch.tensor(sample.ids)
-            ids[row, : len(tokens)] = tokens
-            targets[row, : len(tokens) - 1] = tokens[1:]
-        return {"ids": ids, "targets": targets, "games": samples if samples[0].moves else []}
+        texts = [sample.ids for sample in samples]
+        if self.packs and not samples[0].with_moves:
+            return packed(texts, self.tokenizer.pad_id, self._tokenizer_options.max_seq_len)
+        return {**padded(texts, self.tokenizer.pad_id), "games": samples if samples[0].with_moves else []}
 
     def count(self, batch: dict[str, Any]) -> int:
         return int((batch["targets"] != IGNORED).sum())
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
-        return self._loss(self._logits(model, batch["ids"]), batch["targets"])
+        if "starts" not in batch:
+            return self._loss(self._logits(model, batch["ids"]), batch["targets"])
+        texts = packed_arguments(batch["positions"], batch["starts"], batch["longest"])
+        return self._loss(model(input_ids=batch["ids"], **texts).logits, batch["targets"])
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Loss]:
         logits = self._logits(model, batch["ids"])
@@ -199,7 +264,11 @@ class _Games:
         if len(ids) < 2:
             raise DataError(f"game {index} has fewer than two tokens, so there is nothing to predict: {text[:60]!r}")
         kept = sum(last <= len(ids) for _, last in encoded.spans)
-        return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept])
+        return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept], self.with_moves)
+
+
+def _measured_attention() -> Path:
+    return cache_folder() / "attention.json"
 
 
 def _moves(games: list[Encoded]) -> list[tuple[int, chess.Move, tuple[int, int]]]:

@@ -22,6 +22,8 @@ class Encoded:
     ids: list[int]
     moves: list[chess.Move]
     spans: list[tuple[int, int]]
+    with_moves: bool = False
+    """Whether they were asked for: the game is to be evaluated, not trained on."""
 
 
 class GameTokenizer(Protocol):
@@ -72,7 +74,7 @@ class MoveTokenizer:
         except KeyError as error:
             raise ValueError(f"{error.args[0]!r} is not a move of chess") from None
         moves = [chess.Move.from_uci(word) for word in words] if with_moves else []
-        return Encoded(ids, moves, [(position + 1, position + 2) for position in range(len(moves))])
+        return Encoded(ids, moves, [(place + 1, place + 2) for place in range(len(moves))], with_moves)
 
     def move_word(self, ids: list[int]) -> str:
         return self.words[ids[0]]
@@ -123,7 +125,7 @@ class PretrainedTokenizer:
         found = plies(text)
         offsets = encoded["offset_mapping"]
         spans = [_tokens_over(offsets, ply.start, ply.end) for ply in found]
-        return Encoded(ids, [ply.move for ply in found], spans)
+        return Encoded(ids, [ply.move for ply in found], spans, with_moves)
 
     def move_word(self, ids: list[int]) -> str:
         return first_move_of(self.inner.decode(ids, skip_special_tokens=True))

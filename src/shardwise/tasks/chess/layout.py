@@ -1,0 +1,70 @@
+"""How the games of a micro-batch lie in its tensors: as padded rows, or packed, end to end in one row.
+
+Which games are in it, their order and what they count are the same in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+IGNORED = -100
+"""The target of a token that predicts nothing."""
+PARTS = 64
+"""A packed row is at most about one such part longer than its games."""
+
+
+def padded(texts: Sequence[list[int]], pad_id: int) -> dict[str, Any]:
+    """Rows padded on the right to the longest; targets are the next tokens, padding ignored."""
+    longest = max(map(len, texts))
+    ids = torch.full((len(texts), longest), pad_id)
+    targets = torch.full((len(texts), longest), IGNORED)
+    for row, text in enumerate(texts):
+        tokens = torch.tensor(text)
+        ids[row, : len(tokens)] = tokens
+        targets[row, : len(tokens) - 1] = tokens[1:]
+    return {"ids": ids, "targets": targets}
+
+
+def packed(texts: Sequence[list[int]], pad_id: int, max_seq_len: int) -> dict[str, Any]:
+    """One row. What is left at its end is a text of padding, never empty, so that there is always one more than there are
+    games; `starts` says where each begins, and where the last ends."""
+    lengths = list(map(len, texts))
+    size = packed_size(lengths)
+    tail = size - sum(lengths)
+    starts = list(itertools.accumulate([*lengths, tail], initial=0))
+    ids = torch.tensor([*itertools.chain(*texts), *[pad_id] * tail])
+    targets = ids.roll(-1)
+    targets[torch.tensor(starts[1:-1]) - 1] = IGNORED
+    targets[starts[-2] :] = IGNORED
+    # Padding stays at position 0: it may be longer than the positions that the model knows.
+    positions = torch.tensor([*itertools.chain(*map(range, lengths)), *[0] * tail])
+    longest = max(*lengths, tail)
+    return {
+        "ids": ids[None],
+        "targets": targets[None],
+        "positions": positions[None],
+        "starts": torch.tensor(starts, dtype=torch.int32),
+        # Few different numbers, as compiled code is made for each.
+        "longest": max(longest, min(_power_of_two_above(longest), max_seq_len)),
+    }
+
+
+def packed_size(lengths: Sequence[int]) -> int:
+    """Of the row: more than all games together, and few different ones, as compiled code is made for each."""
+    tokens = sum(lengths)
+    step = min(256, max(8, 1 << max(0, (tokens // PARTS).bit_length() - 1)))
+    return (tokens // step + 1) * step
+
+
+def padding_share(lengths: Sequence[int], *, packs: bool) -> float:
+    """How much of what the model computes on is padding, in a micro-batch of games of these lengths."""
+    size = packed_size(lengths) if packs else len(lengths) * max(lengths)
+    return 1 - sum(lengths) / size
+
+
+def _power_of_two_above(number: int) -> int:
+    return 1 << (number - 1).bit_length()
