@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ConfigError
 from shardwise.kernels.fp8 import fp8_problem, use_fp8
+from shardwise.kernels.head import LossHead
 from shardwise.kernels.regions import Regions, compile_regions
 from shardwise.kernels.weights import NarrowWeights
 from shardwise.parallel.layout import Layout
@@ -180,7 +181,12 @@ def _tuned(
         if problem := fp8_problem(world.device):
             raise ConfigError(f"training.precision: fp8-mixed: {problem}; use bf16-mixed")
         use_fp8(model, blocks)
-    return compile_regions(blocks) if compiles and blocks else None
+    if not compiles:
+        return None
+    for module in model.modules():
+        if isinstance(module, LossHead):
+            module.compiled = True
+    return compile_regions(blocks)
 
 
 def _whole_copies(
