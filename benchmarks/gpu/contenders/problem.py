@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu.contenders.meter import Figures, Meter, Plan
-from shardwise.data import GlobalOrder
+from shardwise.data import GlobalOrder, Samples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = 0
@@ -101,7 +101,7 @@ def made(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def in_order(samples: Sequence[Any]) -> list[Any]:
+def in_order(samples: Samples) -> list[Any]:
     """As shardwise shuffles them, for those who take them one after the other: a step has the same samples for all."""
     return [samples[int(index)] for index in GlobalOrder(len(samples), SEED).part(0, 0, len(samples))]
 

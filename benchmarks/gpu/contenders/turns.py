@@ -61,6 +61,8 @@ def _free() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+        if hasattr(torch._C, "_host_emptyCache"):
+            torch._C._host_emptyCache()  # pinned memory, of which checkpoints take as much as there are weights and moments
 
 
 def _flags() -> tuple[bool, ...]:
