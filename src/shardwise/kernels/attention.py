@@ -175,6 +175,8 @@ def _varlen() -> Callable[..., Tensor] | None:
 
 
 _VARLEN = _varlen()
+OPERATIONS = [torch.ops.torch_attn._varlen_attn.default] if _VARLEN is not None else []
+"""What it is called where operations are recorded: attention is worth keeping when others are computed again."""
 
 
 # ---------------------------------------------------------------- what a model's attention is like

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise.config import Fsdp
+from shardwise.kernels.attention import OPERATIONS as PACKED_ATTENTION
 
 # What takes long to compute: everything else is cheap to compute again.
 _KEPT = [
@@ -26,6 +27,7 @@ _KEPT = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *PACKED_ATTENTION,
 ]
 
 
