@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from shardwise.kernels.sizes import packed_longest, packed_size
+
 IGNORED = -100
 """The target of a token that predicts nothing."""
-PARTS = 64
-"""A packed row is at most about one such part longer than its games."""
 
 
 def padded(texts: Sequence[list[int]], pad_id: int) -> dict[str, Any]:
@@ -42,29 +42,16 @@ def packed(texts: Sequence[list[int]], pad_id: int, max_seq_len: int) -> dict[st
     targets[starts[-2] :] = IGNORED
     # Padding stays at position 0: it may be longer than the positions that the model knows.
     positions = torch.tensor([*itertools.chain(*map(range, lengths)), *[0] * tail])
-    longest = max(*lengths, tail)
     return {
         "ids": ids[None],
         "targets": targets[None],
         "positions": positions[None],
         "starts": torch.tensor(starts, dtype=torch.int32),
-        # Few different numbers, as compiled code is made for each.
-        "longest": max(longest, min(_power_of_two_above(longest), max_seq_len)),
+        "longest": packed_longest([*lengths, tail], max_seq_len),
     }
-
-
-def packed_size(lengths: Sequence[int]) -> int:
-    """Of the row: more than all games together, and few different ones, as compiled code is made for each."""
-    tokens = sum(lengths)
-    step = min(256, max(8, 1 << max(0, (tokens // PARTS).bit_length() - 1)))
-    return (tokens // step + 1) * step
 
 
 def padding_share(lengths: Sequence[int], *, packs: bool) -> float:
     """How much of what the model computes on is padding, in a micro-batch of games of these lengths."""
     size = packed_size(lengths) if packs else len(lengths) * max(lengths)
     return 1 - sum(lengths) / size
-
-
-def _power_of_two_above(number: int) -> int:
-    return 1 << (number - 1).bit_length()
