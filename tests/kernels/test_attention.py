@@ -101,17 +101,52 @@ def test_packed_texts_attend_as_each_would_alone(kv_heads: int, dtype: torch.dty
         torch.testing.assert_close(found[:, part], alone, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
-def _2_10(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool = False, return_aux: Any = None) -> Any:  # fmt: skip
+def _2_10(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Any:
     assert is_causal and q.shape[1] == k.shape[1]
     return _each(q, k, v, cu_q, max_q, q.shape[-1] ** -0.5)
 
 
-def _2_11(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1)) -> Any:  # fmt: skip
+def _2_11(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: Any = None,
+    window_size: Any = (-1, -1),
+) -> Any:
     assert window_size == (-1, 0) and q.shape[1] == k.shape[1]
     return _each(q, k, v, cu_q, max_q, scale)
 
 
-def _2_12(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1), enable_gqa: bool = False) -> Any:  # fmt: skip
+def _2_12(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: Any = None,
+    window_size: Any = (-1, -1),
+    enable_gqa: bool = False,
+) -> Any:
     assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
     return _each(q, k, v, cu_q, max_q, scale)
 
