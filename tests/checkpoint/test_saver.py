@@ -332,6 +332,8 @@ def test_a_manifest_cannot_name_files_outside_its_folder(saver: Saver, tmp_path:
     files = {name: entry_of(written.path / name) for name in json.loads((written.path / NAME).read_text())["files"]}
     write_manifest(written.path, {**files, "../../outside": entry_of(tmp_path / "outside")}, {})
     assert problems_of(written.path) == ["../../outside is missing"]
+    write_manifest(written.path, {**files, "/etc/passwd": entry_of(Path("/etc/passwd"))}, {})
+    assert problems_of(written.path) == ["/etc/passwd is missing"]
 
 
 def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Saver, gate: threading.Event) -> None:

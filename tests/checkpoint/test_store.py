@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, Saver
+from shardwise.checkpoint import CheckpointStore, Progress, Saver, load_into
 from shardwise.checkpoint import store as store_room
 from shardwise.data import Cursor
 from shardwise.data import manifest as manifest_room
-from shardwise.data.manifest import NAME, FileEntry, entry_of, problems_of, read_manifest
+from shardwise.data.manifest import NAME, FileEntry, entry_of, problems_of, read_manifest, surplus_in
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -252,11 +255,79 @@ def test_a_flipped_bit_at_every_byte_of_the_manifest_is_found(store: CheckpointS
         assert problems_of(file.parent), f"byte {place}: {good[place : place + 1]!r}"
 
 
-def test_a_surplus_file_is_found(store: CheckpointStore) -> None:
+def test_what_the_manifest_does_not_name_is_no_damage(store: CheckpointStore) -> None:
     folder = store.folder / "step-00000007"
-    for name in ("rank-0001-000.safetensors", ".hidden"):
+    for name in ("rank-0001-000.safetensors", ".DS_Store"):
         (folder / name).touch()
-    assert problems_of(folder) == [".hidden does not belong to it", "rank-0001-000.safetensors does not belong to it"]
+    (folder / ".nfs0001").mkdir()
+    assert problems_of(folder) == []
+    assert surplus_in(folder) == [".DS_Store", ".nfs0001", "rank-0001-000.safetensors"]
+    assert store.newest_whole() == (folder, [])
+
+
+def out_of_reach(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
+    """Storage does not give this file, whoever asks."""
+    real = io.open
+
+    def fails(path: Any, *args: Any, **options: Any) -> Any:
+        if Path(str(path)) == file:
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(io, "open", fails)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", [NAME, "a.bin"])
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_left_as_it_is(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    newest = commit(store, 9)
+    with monkeypatch.context() as storage:
+        out_of_reach(storage, newest / name, number)
+        whole, complaints = store.newest_whole()
+        assert whole == store.folder / "step-00000007"
+        said = f"checkpoint {newest} cannot be read, is passed over and left as it is: "
+        assert len(complaints) == 1 and complaints[0].startswith(said) and os.strerror(number) in complaints[0]
+        store.supersede_after(7)
+        with pytest.raises(CheckpointError, match="step-00000009 cannot be read: "):
+            store.named(newest)
+    assert steps_of(store) == [7, 9]
+    assert store.newest_whole() == (newest, []), "and counts again when storage is back"
+
+
+def test_damage_beside_a_file_that_cannot_be_read_does_not_count_yet(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same storage may have lost sight of both."""
+    newest = commit(store, 9)
+    (newest / "b.bin").unlink()
+    with monkeypatch.context() as storage:
+        out_of_reach(storage, newest / "a.bin", errno.EIO)
+        store.newest_whole()
+    assert steps_of(store) == [7, 9]
+    store.newest_whole()
+    assert steps_of(store) == [7]
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 2)
+    out_of_reach(monkeypatch, store.folder / "step-00000007" / "tensors.json", errno.EIO)
+    with pytest.raises(CheckpointError, match="none can be read now"):
+        load_into(model, torch.optim.AdamW(model.parameters()), "auto", store, World.alone())
+
+
+def test_what_cannot_be_read_is_not_deleted_for_having_no_metric(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best = commit(store, 8, metric=0.1)
+    commit(store, 9, metric=0.5)
+    with monkeypatch.context() as storage:
+        out_of_reach(storage, best / NAME, errno.ESTALE)
+        store.retire(keep_best=1, mode="min")
+    assert store.best("min") is not None and best in {found.path for found in store.every()}
 
 
 def test_each_problem_is_named(store: CheckpointStore) -> None:

@@ -59,6 +59,14 @@ def test_a_damaged_one_is_found_named_and_left_alone(run: Path, capsys: pytest.C
     assert shard.exists()
 
 
+def test_a_stranger_among_the_files_is_a_note(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000014" / ".DS_Store").touch()
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert said.count(": whole (") == 3
+    assert "  note: .DS_Store does not belong to it, and does no harm\n" in said
+
+
 def test_repair_leaves_the_newest_whole_one_to_go_on_from(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoints"
     (folder / "step-00000021" / "tensors.json").unlink()

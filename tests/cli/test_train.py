@@ -41,7 +41,10 @@ def checksums(folder: Path) -> dict[str, Any]:
 
 
 def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(tmp_path: Path) -> None:
-    """Before the first checkpoint, between two of them, and in the last step; the tests of resume try every step."""
+    """Before the first checkpoint, between two of them, and in the last step; the tests of resume try every step.
+
+    Checkpoints are in place before training goes on: otherwise it would be chance from which one it resumes.
+    """
     whole = tmp_path / "whole"
     whole.mkdir()
     write(whole, "Deadly", epochs=2)
@@ -50,7 +53,8 @@ def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(t
         killed = tmp_path / f"killed-{step}"
         killed.mkdir()
         write(killed, "Deadly", epochs=2)
-        died = shardwise(killed, "train", "ragged.yaml", "--max-restarts", "0", KILL_AT=f"{rank}:{step}")
+        at_once = ("--set", "training.async_checkpoint=false", "--max-restarts", "0")
+        died = shardwise(killed, "train", "ragged.yaml", *at_once, KILL_AT=f"{rank}:{step}")
         assert died.returncode == 2
         assert f"error: rank {rank} was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
         assert "Traceback" not in died.stderr

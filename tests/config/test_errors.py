@@ -16,7 +16,6 @@ from pydantic.fields import FieldInfo
 from shardwise.config import Block, Config, DataBlock, load_config, parse_config
 from shardwise.config.explain import models_in
 from shardwise.config.load import BUILT_IN_TASKS, config_class, load_task_class, task_blocks
-from shardwise.config.schema import _LATER
 from shardwise.errors import ConfigError
 
 
@@ -270,25 +269,6 @@ def test_two_ways_to_say_warmup_are_refused_but_each_alone_is_taken() -> None:
 def test_heads_need_not_divide_where_the_model_has_a_name() -> None:
     config = parse_config("task: chess\nmodel: {name: gpt2, hidden_dim: 10, num_heads: 4}")
     assert config.model.model_dump()["name"] == "gpt2"
-
-
-# ---------------------------------------------------------------- what is not built yet
-
-LATER_KEYS = {"fp8-mixed": ("training", "precision")}
-REMEDIES = {"fp8-mixed": "bf16-mixed"}
-
-
-def test_everything_that_is_not_built_yet_is_tested_here() -> None:
-    assert LATER_KEYS.keys() == _LATER.keys() == REMEDIES.keys()
-
-
-@pytest.mark.parametrize("value", LATER_KEYS)
-def test_a_value_that_is_not_built_yet_is_refused_with_what_to_use_instead(value: str) -> None:
-    path = LATER_KEYS[value]
-    message = complaint(under(path, value))
-    assert message == f"my.yaml, line {2 + len(path)}: {'.'.join(path)}: {_LATER[value]}"
-    reason, _, remedy = message.rpartition(";")
-    assert value in reason and REMEDIES[value] in remedy
 
 
 # ---------------------------------------------------------------- several at once

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.config import Config
 from shardwise.watch.console import Console
-from shardwise.watch.run_folder import RunFolder
+from shardwise.watch.run_folder import RunFolder, user_command
+from shardwise.watch.secrets import without_secrets
 from tests.cli.program import shardwise
 
 
@@ -68,3 +70,41 @@ def test_secrets_of_the_environment_are_in_no_file_of_a_run_and_not_in_what_it_s
     files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
     assert len(files) > 5
     assert [file for file in files if b"s3cret" in file.read_bytes()] == []
+
+
+ENVIRON = {
+    "WANDB_API_KEY": "s3cret-one",
+    "AWS_ACCESS_KEY_ID": "s3cret-two",
+    "AWS_SESSION_TOKEN": "s3cret-one-and-more",
+    "HF_TOKEN": "s3cret",
+    "TOKENIZERS_PARALLELISM": "tokenizers-stay",
+    "AWS_REGION": "eu-central-1",
+    "A_KEY": "seed",
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("s3cret-one", "***"),
+        ("--set=data.source=https://u:s3cret-two@host/a", "--set=data.source=https://u:***@host/a"),
+        ("x=s3cret-one-and-more", "x=***"),
+        ("WANDB_API_KEY=never-exported", "WANDB_API_KEY=***"),
+        ("logger.api_key=never-exported", "logger.api_key=***"),
+        ("eu-central-1", "eu-central-1"),
+        ("tokenizers-stay", "tokenizers-stay"),
+        ("seed=3", "seed=3"),
+        ("tokenizer.mask_token=<mask>", "tokenizer.mask_token=<mask>"),
+    ],
+)
+def test_secrets_in_the_arguments_are_hidden(word: str, kept: str) -> None:
+    assert without_secrets([word], ENVIRON) == [kept]
+
+
+def test_the_command_in_run_json_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "s3cret-c")
+    monkeypatch.setattr("sys.argv", ["shardwise", "train", "a.yaml", "--set", "data.source=s3cret-c"])
+    folder = RunFolder(tmp_path, 0)
+    folder.describe(Config(task="tests.tasks:Ragged"), {})
+    assert json.loads((tmp_path / "run.json").read_text())["command"][-1] == "data.source=***"
+    assert user_command() == "shardwise train a.yaml --set 'data.source=***'"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +23,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.checkpoint.tensors import INDEX, Agreed, SafeLoadPlanner, Shelf, Stage, write_files, write_index
 from shardwise.data import Cursor
-from shardwise.data.manifest import FileEntry, problems_of, read_manifest
+from shardwise.data.manifest import Condition, FileEntry, condition_of, read_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def stage_from(
 
 def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world: World) -> Path:
     """All ranks write their files aside, rank 0 puts the manifest beside them and renames the folder into place."""
-    aside = _on_first(world, "prepare the checkpoint folder", lambda: store.begin(progress.step))
+    aside = Path(_on_first(world, "prepare the checkpoint folder", lambda: str(store.begin(progress.step))))
     files: dict[str, FileEntry] = {}
     problem = ""
     stage.settle()
@@ -105,15 +103,15 @@ def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world
             files[INDEX] = write_index(aside, stage.index)
     except Exception as error:  # the other ranks wait below, whatever it is
         problem = f"rank {world.rank}: {error if isinstance(error, OSError) else repr(error)}"
-    everyone = world.gather((files, problem))
+    everyone = world.gather(({name: asdict(entry) for name, entry in files.items()}, problem))
     if problems := [problem for _, problem in everyone if problem]:
         _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(progress.step))
         raise CheckpointError(
             f"the checkpoint of step {progress.step} could not be written to {store.folder}: {'; '.join(problems)}"
         )
-    every_file = {name: entry for part, _ in everyone for name, entry in part.items()}
+    every_file = {name: FileEntry(**entry) for part, _ in everyone for name, entry in part.items()}
     fields = json.loads(json.dumps(asdict(progress)))
-    return _on_first(world, "commit the checkpoint", lambda: store.commit(progress.step, every_file, fields))
+    return Path(_on_first(world, "commit the checkpoint", lambda: str(store.commit(progress.step, every_file, fields))))
 
 
 def load_into(
@@ -182,21 +180,30 @@ def load_model(model: nn.Module, path: Path) -> None:
 def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     """Rank 0 lists what there is; all ranks check the files, each a part of them."""
 
-    def check(folder: Path) -> list[str]:
-        found = world.gather(problems_of(folder, part=(world.rank, world.size)))
-        return list(dict.fromkeys(problem for part in found for problem in part))
+    def check(folder: Path) -> Condition:
+        mine = condition_of(folder, part=(world.rank, world.size))
+        damage, unreadable = zip(*world.gather((mine.damage, mine.unreadable)), strict=True)
+        return Condition(_each_once(damage), _each_once(unreadable))
 
     if which in ("auto", "latest"):
-        listed = _on_first(world, "look for a checkpoint", store.every)
-        path, complaints = store.newest_whole(listed, check, act=world.is_first)
+        listed = _on_first(world, "look for a checkpoint", lambda: [str(each.path) for each in store.every()])
+        path, complaints = store.newest_whole([Path(each) for each in listed], check, act=world.is_first)
     else:
         path, complaints = store.named(Path(which), check, act=world.is_first)
     for complaint in complaints:
         if world.is_first:
             print(f"warning: {complaint}", flush=True)
+    if path is None and store.passed_over:
+        raise CheckpointError(
+            f"there are checkpoints in {store.folder}, and none can be read now. Is the storage there? Nothing was changed"
+        )
     if path is None and which == "latest":
         raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
     return path
+
+
+def _each_once(parts: Iterable[list[str]]) -> list[str]:
+    return list(dict.fromkeys(problem for part in parts for problem in part))
 
 
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
@@ -212,7 +219,7 @@ def _load(state: dict[str, Any], path: Path, world: World) -> None:
         ) from error
 
 
-def _on_first(world: World, purpose: str, action: Callable[[], T]) -> T:
+def _on_first(world: World, purpose: str, action: Callable[[], Any]) -> Any:
     """Something with files, done by rank 0; every rank learns whether it worked."""
     try:
         return world.on_first(action)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.data.manifest import FileEntry, flush, problems_of, read_manifest, write_manifest
+from shardwise.data.manifest import Condition, FileEntry, Unreadable, condition_of, flush, read_manifest, write_manifest
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"^step-(\d{8,})$")
 _REPLACED = ".replaced-"
-Check = Callable[[Path], list[str]]
-"""What is wrong with a folder; nothing, if it is whole."""
+Check = Callable[[Path], Condition]
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,15 @@ class Found:
     path: Path
     step: int
     metric: float | None
+    readable: bool = True
+    """Whether storage gave its manifest."""
 
 
 class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.passed_over: set[Path] = set()
+        """Checkpoints that could not be read at the last look: they are left as they are."""
 
     def begin(self, step: int) -> Path:
         """An empty folder aside, for one checkpoint. What an interrupted one left there is cleared away."""
@@ -78,40 +81,48 @@ class CheckpointStore:
             match = _STEP.match(name.removeprefix(_REPLACED))
             if not match or (name.startswith(_REPLACED) and match.group() in names):
                 continue
-            path = self.folder / name
+            path, metric, readable = self.folder / name, None, True
             try:
                 metric = read_manifest(path)["about"]["metric"]
+            except Unreadable:
+                readable = False
             except (ValueError, KeyError, TypeError):
-                metric = None
-            found.append(Found(path, int(match.group(1)), metric))
+                pass
+            found.append(Found(path, int(match.group(1)), metric, readable))
         return sorted(found, key=lambda item: item.step)
 
     def newest_whole(
-        self, among: list[Found] | None = None, check: Check = problems_of, *, act: bool = True
+        self, among: list[Path] | None = None, check: Check = condition_of, *, act: bool = True
     ) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
 
-        Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays. Where several
-        processes look together, one of them acts.
+        Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays. Those that storage
+        does not give are passed over for now. Where several processes look together, one of them acts.
         """
         complaints: list[str] = []
-        for found in reversed(self.every() if among is None else among):
-            problems = check(found.path)
+        self.passed_over.clear()
+        for path in reversed([found.path for found in self.every()] if among is None else among):
+            condition = check(path)
+            problems = "; ".join(condition.problems)
             if not problems:
-                return found.path, complaints
-            done = self._set_aside(found) if act else ""
-            complaints.append(f"checkpoint {found.path} is damaged{done}: {'; '.join(problems)}")
+                return path, complaints
+            if condition.unreadable:
+                self.passed_over.add(path)
+                complaints.append(f"checkpoint {path} cannot be read, is passed over and left as it is: {problems}")
+                continue
+            done = self._set_aside(path) if act else ""
+            complaints.append(f"checkpoint {path} is damaged{done}: {problems}")
         return None, complaints
 
-    def _set_aside(self, found: Found) -> str:
-        damaged = self._free_name(f"damaged-{found.path.name.removeprefix(_REPLACED)}")
+    def _set_aside(self, path: Path) -> str:
+        damaged = self._free_name(f"damaged-{path.name.removeprefix(_REPLACED)}")
         try:
-            found.path.rename(damaged)
+            path.rename(damaged)
         except OSError as error:
             return f" and could not be set aside ({error.strerror})"
         return f" and set aside as {damaged.name}"
 
-    def named(self, path: Path, check: Check = problems_of, *, act: bool = True) -> tuple[Path, list[str]]:
+    def named(self, path: Path, check: Check = condition_of, *, act: bool = True) -> tuple[Path, list[str]]:
         """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names.
 
         With it, a sentence about each newer one that is damaged.
@@ -124,15 +135,16 @@ class CheckpointStore:
             if whole is None:
                 raise CheckpointError("\n".join([*complaints, f"there is no whole checkpoint in {inner}"]))
             return whole, complaints
-        problems = check(path)
-        if problems:
-            raise CheckpointError(f"checkpoint {path} is damaged: {'; '.join(problems)}")
+        condition = check(path)
+        if condition.problems:
+            what = "cannot be read" if condition.unreadable else "is damaged"
+            raise CheckpointError(f"checkpoint {path} {what}: {'; '.join(condition.problems)}")
         return path, []
 
     def supersede_after(self, step: int) -> None:
         """A run that goes on from an earlier step makes the later ones anew: the old ones no longer count."""
         for found in self.every():
-            if found.step > step:
+            if found.step > step and found.path not in self.passed_over:
                 found.path.rename(self._free_name(f"superseded-{found.path.name.removeprefix(_REPLACED)}"))
 
     def has_damaged(self) -> bool:
@@ -179,7 +191,7 @@ class CheckpointStore:
             found.path for found in self._by_metric(mode)[:keep_best]
         }
         for found in every:
-            if found.path not in kept:
+            if found.path not in kept and found.readable:  # what cannot be read may be the best
                 found.path.rename(self._free_name(f".deleting-{found.path.name}"))
         for doomed in self.folder.glob(".deleting-*"):  # an interrupted run may have left some
             shutil.rmtree(doomed)

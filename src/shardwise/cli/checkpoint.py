@@ -59,25 +59,31 @@ def _list(store: CheckpointStore) -> int:
 
 
 def _verify(store: CheckpointStore) -> int:
-    from shardwise.data.manifest import problems_of
+    from shardwise.data.manifest import condition_of, surplus_in
 
     damaged: list[Found] = []
+    unread: list[Found] = []
     for found in store.every():
         began = time.perf_counter()
-        problems = problems_of(found.path)
-        size = sum(file.stat().st_size for file in found.path.iterdir()) / 2**20
+        condition = condition_of(found.path)
         seconds = time.perf_counter() - began
-        print(
-            f"{found.path}: " + ("; ".join(problems) if problems else f"whole ({size:.1f} MiB in {seconds:.1f} s)"),
-            flush=True,
-        )
-        damaged += [found] if problems else []
+        if condition.problems:
+            print(f"{found.path}: {'; '.join(condition.problems)}", flush=True)
+            (unread if condition.unreadable else damaged).append(found)
+            continue
+        size = sum(file.stat().st_size for file in found.path.iterdir()) / 2**20
+        print(f"{found.path}: whole ({size:.1f} MiB in {seconds:.1f} s)", flush=True)
+        for name in surplus_in(found.path):
+            print(f"  note: {name} does not belong to it, and does no harm")
     if damaged:
         steps = ", ".join(str(found.step) for found in damaged)
         print(
             f"damaged: step {steps}. `shardwise checkpoint repair` sets them aside, as a resume would", file=sys.stderr
         )
-    return 1 if damaged else 0
+    if unread:
+        steps = ", ".join(str(found.step) for found in unread)
+        print(f"could not be read: step {steps}. Is the storage there, and may you read it?", file=sys.stderr)
+    return 1 if damaged or unread else 0
 
 
 def _repair(store: CheckpointStore) -> int:

@@ -11,13 +11,21 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.drill.faults import Kind
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="the YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
-    parser.add_argument("--count", type=int, default=12, metavar="N", help="how many faults (12)")
-    parser.add_argument("--faults", metavar="KIND,…", help="which kinds; default: all. `--faults list` shows them")
+    parser.add_argument("--count", type=int, default=13, metavar="N", help="how many faults (13)")
+    parser.add_argument(
+        "--faults",
+        metavar="KIND,…",
+        help="which kinds; default: all that are possible here. `--faults list` shows them",
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="when and where they come; default: by chance, and said")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the runs (2)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a run, at most (40)")
@@ -40,14 +48,13 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--faults: {', '.join(unknown)}: there is {', '.join(Kind)}")
     if min(args.count, args.ranks, args.steps) < 1:
         raise ConfigError("--count, --ranks and --steps: at least 1")
-    chosen = [Kind(name) for name in args.faults.split(",") if name] if args.faults else list(Kind)
-    if args.ranks == 1:
-        chosen = [kind for kind in chosen if kind is not Kind.SKIP]  # one rank has nobody to agree with
     config = load_config(args.config, args.set)
+    chosen, left_out = _kinds(args.faults, args.ranks, config.training.device)
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
 
-    from shardwise.drill.conduct import Plan, conduct
+    from shardwise.drill.conduct import conduct
     from shardwise.drill.report import as_data, as_table, as_words
+    from shardwise.drill.run import Plan
 
     folder = Path(args.folder or f"{config.run_folder}-drill").resolve()
     if folder.exists():
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
+    for sentence in left_out:
+        say(sentence)
     say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
     result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), say)
     if args.json:
@@ -77,16 +86,54 @@ def run(args: argparse.Namespace) -> int:
                 args.config,
                 f"--count {args.count} --seed {seed} --ranks {args.ranks} --steps {args.steps}",
             ]
+            + ([f"--faults {args.faults}"] if args.faults else [])
             + [f"--set {change}" for change in args.set]
         )
         Path(args.report).write_text(
             f"# A drill\n\n`{command}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{time.strftime('%Y-%m-%d')}.\n\n```\n{as_words(result)}\n```\n\n{as_table(result)}\n\n"
             "Went on after: from the fault until the next step was made. Noticed: until it was decided to start again (of a "
-            f"hang, beyond the {HANG_SECONDS:.0f} seconds that it is waited for). Processes: until rank 0 ran. Resumed: until "
-            "the first step was made, with the model prepared and the checkpoint checked and read.\n"
+            f"hang, beyond the {HANG_SECONDS:.0f} seconds that it is waited for; of a link, from the moment that it is back). "
+            "Processes: until rank 0 ran. Resumed: until the first step was made, with the model prepared and the checkpoint "
+            "checked and read.\n"
         )
     return 1 if result.problems else 0
+
+
+def _kinds(faults: str | None, ranks: int, device: str) -> tuple[list[Kind], list[str]]:
+    """The kinds of faults to come, and what is to be said of those that are left out."""
+    from shardwise.drill.faults import Kind
+    from shardwise.errors import ConfigError
+
+    named = [Kind(name) for name in (faults or "").split(",") if name]
+    kinds, left_out = list[Kind](), list[str]()
+    for kind in named or Kind:
+        if (reason := _impossible(kind, ranks, device)) is None:
+            kinds.append(kind)
+        elif named:
+            raise ConfigError(f"--faults {kind}: {kind.words}: not possible here: {reason}")
+        else:
+            left_out.append(f"left out: {kind} ({kind.words}): {reason}")
+    return kinds, left_out
+
+
+def _impossible(kind: Kind, ranks: int, device: str) -> str | None:
+    """Why this kind of fault cannot happen here."""
+    from shardwise.drill.faults import Kind
+    from shardwise.drill.network import why_there_are_none
+
+    if kind is Kind.SKIP and ranks == 1:
+        return "one rank has nobody to agree with"
+    if not kind.needs_two_machines:
+        return None
+    if ranks < 2:
+        return "one rank cannot be on two machines: --ranks 2"
+
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return "GPUs of one machine speak with each other past the network: --set training.device=cpu"
+    return why_there_are_none()
 
 
 HANG_SECONDS = 6.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,24 @@ VERSION = 1
 class FileEntry:
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a look at a folder found. Whole, if there is nothing."""
+
+    damage: list[str]
+    """Files that are missing, cut or changed."""
+    unreadable: list[str]
+    """Files that storage did not give: it may be back in a minute, and they may well be whole."""
+
+    @property
+    def problems(self) -> list[str]:
+        return self.damage + self.unreadable
+
+
+class Unreadable(ValueError):
+    """Storage did not give the manifest, though one is there."""
 
 
 def entry_of(file: Path) -> FileEntry:
@@ -46,8 +65,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         content = json.loads(text)
     except FileNotFoundError:
         raise ValueError("there is no manifest, so it was never finished") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (NotADirectoryError, IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"the manifest cannot be read: {error}") from None
+    except OSError as error:
+        raise Unreadable(f"the manifest cannot be read: {error.strerror}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"the manifest is not of version {VERSION}")
     if text != _sealed({key: value for key, value in content.items() if key != "sha256"}):
@@ -61,38 +82,56 @@ def _sealed(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": checksum}, indent=1)
 
 
-def problems_of(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1)) -> list[str]:
-    """Everything that is wrong with a folder: missing, cut, changed or surplus files. Empty means whole.
+def problems_of(folder: Path, *, contents: bool = True) -> list[str]:
+    """Everything that keeps a folder from being used. Empty means whole."""
+    return condition_of(folder, contents=contents).problems
+
+
+def condition_of(folder: Path, *, contents: bool = True, part: tuple[int, int] = (0, 1)) -> Condition:
+    """What the manifest names must be there and whole; what it does not name is nobody's business.
 
     Without `contents`, sizes are compared and checksums are not: instant, for data too large to be read twice. With
     `part` k of n, the checksums of every n-th file are, so that n processes share them.
     """
     try:
         files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
+    except Unreadable as error:
+        return Condition([], [str(error)])
     except (ValueError, KeyError) as error:
-        return [str(error)]
+        return Condition([str(error)], [])
     number, of = part
+    damage, unreadable = [], []
 
-    def problem(place: int, name: str) -> str | None:
+    def look(place: int, name: str) -> tuple[str | None, str | None]:
         try:
-            return found_in(place, name)
+            return damage_of(name, files[name], place % of == number), None
         except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+            return None, f"{name} cannot be read: {error.strerror}"
 
-    def found_in(place: int, name: str) -> str | None:
-        file, entry = folder / name, files[name]
-        if Path(name).name != name or not file.is_file():
+    def damage_of(name: str, entry: dict[str, Any], mine: bool) -> str | None:
+        file = folder / name
+        try:
+            about = file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            about = None
+        if about is None or file.parent != folder or not stat.S_ISREG(about.st_mode):
             return f"{name} is missing"
-        if file.stat().st_size != entry["size"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {entry['size']}"
-        if contents and place % of == number and entry_of(file).sha256 != entry["sha256"]:
+        if about.st_size != entry["size"]:
+            return f"{name} has {about.st_size} bytes instead of {entry['size']}"
+        if contents and mine and entry_of(file).sha256 != entry["sha256"]:
             return f"{name} has changed: its checksum does not match"
         return None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # a checksum lets other threads run
-        problems = [found for found in pool.map(problem, range(len(files)), files) if found]
-    surplus = {file.name for file in folder.iterdir()} - set(files) - {NAME}
-    return problems + [f"{name} does not belong to it" for name in sorted(surplus)]
+        for damaged, unread in pool.map(look, range(len(files)), files):
+            damage += [damaged] if damaged else []
+            unreadable += [unread] if unread else []
+    return Condition(damage, unreadable)
+
+
+def surplus_in(folder: Path) -> list[str]:
+    """Files that the manifest does not name, such as those that a file manager or NFS leaves: they do no harm."""
+    return sorted({file.name for file in folder.iterdir()} - set(read_manifest(folder)["files"]) - {NAME})
 
 
 def flush(path: Path) -> None:

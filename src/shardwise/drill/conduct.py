@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shardwise.drill.compare import differences
 from shardwise.drill.faults import Fault, Kind
+from shardwise.drill.network import two_machines
+from shardwise.drill.run import PATIENCE, Lost, Plan, Run
 from shardwise.errors import ShardwiseError
 
 NOT_WRITTEN = "could not be written to"
 """What is said of a checkpoint that failed."""
-PATIENCE = 180.0
-"""Seconds in which a run must come back from a fault, beyond the time after which a hang is noticed."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    config: str
-    overrides: tuple[str, ...]
-    ranks: int
-    folder: Path
-    hang_timeout: float
+TO_JUDGE = 30.0
+"""Seconds in which both machines must have noticed a cut, beyond the time after which a hang is noticed."""
 
 
 @dataclass
@@ -42,7 +29,8 @@ class Recovery:
     fault: Fault
     at_step: int
     noticed: float = 0.0
-    """Until it was decided to start again. Of a hang, beyond the time that it is waited for."""
+    """Until it was decided to start again. Of a hang, beyond the time that it is waited for; of a cut link, from the moment
+    that it is back."""
     started: float = 0.0
     """Until the first rank ran: processes, imports, the ranks finding each other."""
     resumed: float = 0.0
@@ -77,23 +65,27 @@ class Result:
 
 def conduct(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None]) -> Result:
     result = Result()
-    whole = _Run(plan, plan.folder / "undisturbed")
+    whole = Run(plan, plan.folder / "undisturbed")
     say("undisturbed, for comparison …")
-    whole.finish()
+    try:
+        whole.finish()
+    except Lost as lost:
+        raise ShardwiseError(f"without any fault {lost}") from None
     steps = [record["time"] for record in whole.log.of(0, "stepped")]
     say(f"undisturbed: {len(steps)} steps in {steps[-1] - steps[0]:.1f} s")
     left = list(faults)
     while left and not result.problems:
         result.rounds += 1
-        run = _Run(plan, plan.folder / f"round-{result.rounds}")
-        began = time.monotonic()
-        try:
-            happened = _disturb(run, left, result, say, len(faults))
-        except _Lost as lost:
-            result.problems.append(f"round {result.rounds}: {lost}")
-            break
-        finally:
-            run.end()
+        with contextlib.ExitStack() as around:
+            machines = around.enter_context(two_machines()) if left[0].kind.needs_two_machines else ()
+            run = Run(plan, plan.folder / f"round-{result.rounds}", machines)
+            around.callback(run.end)
+            began = time.monotonic()
+            try:
+                happened = _disturb(run, left, result, say, len(faults))
+            except Lost as lost:
+                result.problems.append(f"round {result.rounds}: {lost}")
+                break
         result.seconds += time.monotonic() - began
         result.undisturbed += steps[-1] - steps[0]
         found = differences(whole.folder, run.folder, whole.log.records, run.log.records)
@@ -104,16 +96,12 @@ def conduct(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None]) -> 
     return result
 
 
-class _Lost(Exception):
-    """The run did not come back, or did not end well."""
-
-
-def _disturb(run: _Run, left: list[Fault], result: Result, say: Callable[[str], None], total: int) -> int:
+def _disturb(run: Run, left: list[Fault], result: Result, say: Callable[[str], None], total: int) -> int:
     """One run from its beginning to its end. Takes the faults that happened from `left`, and says how many."""
     happened = 0
     run.start()
     since = time.monotonic()
-    while left:
+    while left and left[0].kind.needs_two_machines == bool(run.machines):
         fault = left[0]
         if not run.wait_for(partial(run.has_made, fault.steps, since)):
             break  # it ended first
@@ -137,8 +125,8 @@ def _disturb(run: _Run, left: list[Fault], result: Result, say: Callable[[str], 
     return happened
 
 
-def _strike(run: _Run, fault: Fault) -> Recovery | None:
-    """None: the run ended before it could happen."""
+def _strike(run: Run, fault: Fault) -> Recovery | None:
+    """None: the run came to its end before it could happen, or before there was a step to make again."""
     told_before = run.output().count(NOT_WRITTEN)
     if fault.kind is Kind.LAUNCHER:
         fired: dict[str, Any] = {"time": time.monotonic(), "step": run.log.last_step()}
@@ -159,153 +147,50 @@ def _strike(run: _Run, fault: Fault) -> Recovery | None:
         if fault.kind is Kind.FULL:  # and the user is told
             run.wait_for(lambda: run.output().count(NOT_WRITTEN) > told_before)
         return recovery
+    if fault.kind is Kind.LINK:
+        if not _stay_apart(run, fired["time"]):
+            return None
+        free_at = time.monotonic()
+    else:
+        free_at = fired["time"] + (run.plan.hang_timeout if fault.kind.silent else 0.0)
 
     def back() -> bool:
         began = run.log.after(0, "began", fired["time"])
         return began is not None and run.log.after(0, "stepped", began["time"]) is not None
 
-    waited = run.plan.hang_timeout if fault.kind.silent else 0.0
-    if not run.wait_for(back, PATIENCE + waited):
-        raise _Lost(
-            f"after {fault.kind.words} in rank {fault.rank} at step {fired['step']} the run ended: {run.last_words()}"
-        )
+    if not run.wait_for(back, PATIENCE + free_at - fired["time"]):
+        return None
     before = [each["step"] for each in run.log.of(0, "stepped") if each["time"] <= fired["time"]][-1]
     began = run.log.after(0, "began", fired["time"]) or {}
     stepped = run.log.after(0, "stepped", began["time"]) or {}
-    decided = max(fired["time"], min(run.restart_after(fired["time"]), began["time"]))
-    recovery.noticed = max(0.0, decided - fired["time"] - waited)
+    restarts = run.restarts_after(fired["time"])
+    decided = min(restarts[0][0] if restarts else fired["time"], began["time"])
+    if fault.kind is Kind.LINK:
+        decided = max(decided, free_at)
+    recovery.noticed = max(0.0, decided - free_at)
     recovery.started = began["time"] - decided
     recovery.resumed = stepped["time"] - began["time"]
     recovery.steps_again = max(0, before - stepped["step"] + 1)
-    recovery.verdict = run.sentence_after(fired["time"])
+    recovery.verdict = restarts[0][1] if restarts else None
     return recovery
 
 
-class _Run:
-    """A training in a folder of its own, its launcher, and what its ranks write down."""
+def _stay_apart(run: Run, since: float) -> bool:
+    """A cable was pulled: both machines must notice before it is put back. False: the run had come to its end by then."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
-        folder.mkdir(parents=True)
-        self.log = _Log(folder, plan.ranks)
-        self.process: subprocess.Popen[str] | None = None
-        self.said: list[tuple[float, str]] = []
+    def judged() -> bool:
+        return len(run.restarts_after(since)) == len(run.machines)
 
-    def start(self) -> None:
-        given = {
-            "config": self.plan.config,
-            "overrides": [
-                *self.plan.overrides,
-                f"run_dir={self.folder / 'run'}",
-                f"training.checkpoint_dir={self.folder / 'run' / 'checkpoints'}",  # never that of a real run
-            ],
-            "scratch": str(self.folder),
-            "ranks": self.plan.ranks,
-        }
-        self.said.append((time.monotonic(), "restart of the launcher"))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "shardwise.drill.launcher", json.dumps(given)],
-            stdout=(self.folder / "output.txt").open("a"),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
-
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            self.said.append((time.monotonic(), line.rstrip()))
-
-    def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """False: the run ended well before. If it ended otherwise, or nothing happens, the run is lost."""
-        give_up = time.monotonic() + seconds
-        while time.monotonic() < give_up:
-            self.log.read()
-            if condition():
-                return True
-            code = self.process.poll() if self.process else None
-            if code == 0:
-                self.log.read()
-                return condition()
-            if code is not None:
-                raise _Lost(f"the run ended with exit code {code}: {self.last_words()}")
-            time.sleep(0.02)
-        raise _Lost(f"nothing happened for {seconds:.0f} s: {self.last_words()}")
-
-    def finish(self) -> None:
-        if self.process is None:
-            self.start()
-        assert self.process is not None
-        try:
-            self.wait_for(lambda: False, PATIENCE * 5)
-        finally:
-            self.end()
-        if self.process.returncode:
-            raise ShardwiseError(f"the run ended with exit code {self.process.returncode}: {self.last_words()}")
-
-    def end(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-            self.process.wait()
-
-    def kill_launcher(self) -> None:
-        assert self.process is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def has_made(self, steps: int, since: float) -> bool:
-        return self.steps_since(since) >= steps
-
-    def steps_since(self, when: float) -> int:
-        return sum(1 for record in self.log.of(0, "stepped") if record["time"] > when)
-
-    def restart_after(self, when: float) -> float:
-        """When it was decided to start again."""
-        return next((time for time, line in self.said if time >= when and line.startswith("restart ")), when)
-
-    def sentence_after(self, when: float) -> str | None:
-        lines = [line for time, line in self.said if time >= when]
-        at = next((number for number, line in enumerate(lines) if line.startswith("restart ")), 0)
-        return lines[at - 1] if at else None
-
-    def output(self) -> str:
-        return (self.folder / "output.txt").read_text(errors="replace")
-
-    def last_words(self) -> str:
-        return " / ".join(line for _, line in self.said[-4:]) or "without a word"
-
-
-class _Log:
-    """What the ranks wrote down, read as it grows."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.folder, self.records = folder, list[dict[str, Any]]()
-        self._read = dict.fromkeys(range(ranks), 0)
-
-    def read(self) -> None:
-        for rank, start in self._read.items():
-            file = self.folder / f"rank-{rank}.jsonl"
-            if not file.exists():
-                continue
-            with file.open("rb") as stream:
-                stream.seek(start)
-                for line in stream:
-                    if not line.endswith(b"\n"):
-                        break  # not all of it is there yet
-                    self._read[rank] += len(line)
-                    with contextlib.suppress(json.JSONDecodeError):  # a line that a kill has cut
-                        self.records.append(json.loads(line))
-
-    def of(self, rank: int, what: str) -> list[dict[str, Any]]:
-        return [record for record in self.records if record["rank"] == rank and record["what"] == what]
-
-    def after(self, rank: int, what: str, when: float) -> dict[str, Any] | None:
-        return next((record for record in self.of(rank, what) if record["time"] > when), None)
-
-    def fired(self, number: int) -> dict[str, Any] | None:
-        return next((each for each in self.records if each["what"] == "fired" and each["number"] == number), None)
-
-    def last_step(self) -> int:
-        steps = self.of(0, "stepped")
-        return int(steps[-1]["step"]) if steps else 0
+    unnoticed = None
+    try:
+        run.wait_for(judged, run.plan.hang_timeout + TO_JUDGE)
+    except Lost as lost:
+        unnoticed = lost
+    finally:
+        for machine in run.machines:
+            machine.put_the_cable_back()
+    if unnoticed is not None:
+        back_at = time.monotonic()
+        if run.wait_for(lambda: bool(run.restarts_after(since) or run.steps_since(back_at))):
+            raise unnoticed
+    return unnoticed is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -21,6 +21,7 @@ class Kind(StrEnum):
     FLIP = "flip"
     FULL = "full"
     SLOW = "slow"
+    LINK = "link"
 
     @property
     def words(self) -> str:
@@ -34,7 +35,11 @@ class Kind(StrEnum):
     @property
     def silent(self) -> bool:
         """Whether it shows by nothing but that nothing happens."""
-        return self in (Kind.PAUSE, Kind.HANG, Kind.SKIP)
+        return self in (Kind.PAUSE, Kind.HANG, Kind.SKIP, Kind.LINK)
+
+    @property
+    def needs_two_machines(self) -> bool:
+        return self is Kind.LINK
 
 
 WORDS = {
@@ -50,6 +55,7 @@ WORDS = {
     Kind.FLIP: "a flipped bit in the newest checkpoint, and SIGKILL",
     Kind.FULL: "a full disk at the next checkpoint",
     Kind.SLOW: "a rank slowed down",
+    Kind.LINK: "the link between two machines cut",
 }
 
 
@@ -67,7 +73,8 @@ class Fault:
 def schedule(seed: int, count: int, kinds: Sequence[Kind], world: int, saved_every: int) -> list[Fault]:
     """Every kind in turn, in a new order each time round, so that none is missing.
 
-    They come up to two checkpoints apart: some before there is a new one, and yet the run gets on.
+    They come up to two checkpoints apart: some before there is a new one, and yet the run gets on. Those that need two
+    machines come last, because they are in runs of their own.
     """
     chance = random.Random(seed)
     faults: list[Fault] = []
@@ -75,4 +82,5 @@ def schedule(seed: int, count: int, kinds: Sequence[Kind], world: int, saved_eve
         for kind in chance.sample(list(kinds), len(kinds)):
             steps = chance.randint(1, 2 * saved_every)
             faults.append(Fault(len(faults), kind, chance.randrange(world), steps, chance.random()))
-    return faults[:count]
+    in_order = sorted(faults[:count], key=lambda fault: fault.kind.needs_two_machines)
+    return [replace(fault, number=number) for number, fault in enumerate(in_order)]

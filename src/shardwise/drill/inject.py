@@ -20,6 +20,7 @@ from shardwise.checkpoint import state, store
 from shardwise.config import load_config
 from shardwise.data import StepBatch
 from shardwise.drill.faults import Kind
+from shardwise.drill.network import pull_the_cable
 from shardwise.engine.fit import fit
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
@@ -67,7 +68,9 @@ class _Orders:
             self._tell("fired", number=order["number"], step=session.steps_done)
 
         if kind in SIGNALS:
-            _later(moment, now, SIGNALS[kind])
+            _later(moment, now, lambda: os.kill(os.getpid(), SIGNALS[kind]))
+        elif kind is Kind.LINK:
+            _later(moment, now, pull_the_cable)
         elif kind is Kind.ERROR:
             now()
             raise RuntimeError(f"fault {order['number']} of the drill")
@@ -95,12 +98,12 @@ class _Orders:
             file.write(json.dumps(record) + "\n")
 
 
-def _later(moment: float, now: Callable[[], None], number: int) -> None:
+def _later(moment: float, now: Callable[[], None], do: Callable[[], None]) -> None:
     """In the middle of a step, of whatever it happens to do."""
 
     def strike() -> None:
         now()
-        os.kill(os.getpid(), number)
+        do()
 
     timer = threading.Timer(0.15 * moment, strike)
     timer.daemon = True

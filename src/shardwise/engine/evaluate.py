@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -73,22 +74,49 @@ def _averages(parts: Parts, sums: dict[str, float], counts: dict[str, float]) ->
 
 
 def _studied(parts: Parts, mine: dict[str, list[Rows]], pictures: Path, step: int) -> dict[str, float]:
-    everyone = parts.world.gather(dict(mine))
-    together = {
-        name: _in_order([each for rank in everyone for each in rank.get(name, [])])
-        for name in sorted({name for rank in everyone for name in rank})
-        if any(rank.get(name) for rank in everyone)
-    }
-    if not together:
+    everyone = parts.world.gather_tensors(_named({name: _joined(rows) for name, rows in mine.items() if rows}))
+    by_name: dict[str, list[Rows]] = defaultdict(list)
+    for rank in everyone:
+        for name, rows in _rows(rank).items():
+            by_name[name].append(rows)
+    if not by_name:
         return {}
-    return parts.world.on_first(lambda: parts.task.study(together, pictures, step))
+    together = {name: _in_order(_joined(by_name[name])) for name in sorted(by_name)}
+    found: dict[str, float] = parts.world.on_first(
+        lambda: {name: float(value) for name, value in parts.task.study(together, pictures, step).items()}
+    )
+    return found
 
 
-def _in_order(parts: list[Rows]) -> Rows:
-    keys = torch.cat([part.keys for part in parts])
-    order = keys.argsort()
-    columns = {name: torch.cat([part.columns[name] for part in parts])[order] for name in parts[0].columns}
-    return Rows(keys[order], columns)
+def _named(rows: dict[str, Rows]) -> dict[str, torch.Tensor]:
+    """One name for each tensor, of that of the rows and that of the column; the keys are the column without one."""
+    return {
+        json.dumps([name, column]): tensor
+        for name, each in rows.items()
+        for column, tensor in [(None, each.keys), *each.columns.items()]
+    }
+
+
+def _rows(tensors: dict[str, torch.Tensor]) -> dict[str, Rows]:
+    """Back again."""
+    columns: dict[str, dict[str | None, torch.Tensor]] = defaultdict(dict)
+    for key, tensor in tensors.items():
+        name, column = json.loads(key)
+        columns[name][column] = tensor
+    return {
+        name: Rows(each[None], {column: tensor for column, tensor in each.items() if column is not None})
+        for name, each in columns.items()
+    }
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+    return Rows(torch.cat([part.keys for part in parts]), columns)
+
+
+def _in_order(rows: Rows) -> Rows:
+    order = rows.keys.argsort()
+    return Rows(rows.keys[order], {name: column[order] for name, column in rows.columns.items()})
 
 
 def _on_host(rows: Rows) -> Rows:

@@ -18,6 +18,9 @@ from shardwise.watch.beats import Phase, beat
 from shardwise.watch.console import Console
 from shardwise.watch.run_folder import RunFolder, user_command
 
+STATE = 3
+"""A checkpoint holds this many times the bytes of the weights: them, and two moments of each."""
+
 
 def fit(
     config: Config,
@@ -70,6 +73,7 @@ def fit(
                 stop.saved(checkpoint.seconds)
 
             session.checkpoints.on_written = written
+            stop.state_bytes = STATE * sum(each.nbytes for each in session.parts.spread.whole.parameters())
             with stop.able_to_save():
                 stopped = _train(session, monitor, stop)
                 beat(Phase.END)

@@ -20,7 +20,7 @@ from shardwise.parallel.spread import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
-from shardwise.watch.stragglers import Stragglers, Window
+from shardwise.watch.stragglers import Pace, Stragglers, Window
 from shardwise.watch.trackers import Tracker, open_trackers
 
 MUCH_WAITING = 0.1
@@ -53,9 +53,12 @@ class Monitor:
         self.last_loss: float | None = None
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self.last_norm = 0.0
         self._window, self._stragglers = Window(), Stragglers()
+        self._unread: list[StepResult] = []
+        """Steps whose times are not in the window yet: a device may still be making the last of them."""
         self._said_wait = False
-        self._idle = self._computing = 0.0
+        self._idle = self._computing = self._compiling = 0.0
 
     # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
 
@@ -107,28 +110,34 @@ class Monitor:
         session = self.session
         self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
         if result.step > 1:  # the first includes the start of workers, and whatever is made once
-            self._window.add(result.times)
+            self._unread.append(result)
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
+        self._mind_the_compiler()
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
             self.console.say(f"step {done}: {what}: step skipped (all ranks; {session.skipped_steps} so far)")
+        if result.awaited is None:
+            self.last_norm = result.grad_norm
         due = done % every == 0 or done == 1 or done == session.total_steps
         if not due:
-            self.console.show(
-                self._line(done, {"lr": result.lr, "grad_norm": result.grad_norm, "loss": self.last_loss})
-            )
+            self.console.show(self._line(done, {"lr": result.lr, "grad_norm": self.last_norm, "loss": self.last_loss}))
             return
         loss = session.loss(result)
+        self.last_norm = result.grad_norm
+        for step in self._unread:
+            self._window.add(step.settle().times)
+        self._unread.clear()
         self.last_loss = loss if result.global_count else self.last_loss
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         gib, kind = memory(session.world.device)
         readings = self.rates.read()
-        everyone = session.world.gather((readings["data_wait_share"] or 0.0, self._window.read()))
+        pace = self._window.read()
+        everyone = session.world.gather((readings["data_wait_share"] or 0.0, pace and asdict(pace)))
         # The rank that waits longest holds up all of them.
         readings["data_wait_share"] = max(share for share, _ in everyone)
-        slow = self._stragglers.judge([pace for _, pace in everyone])
+        slow = self._stragglers.judge([each and Pace(**each) for _, each in everyone])
         record: dict[str, Any] = {
             "step": done,
             "epoch": session.cursor.epoch if session.cursor.consumed else session.cursor.epoch - 1,
@@ -241,6 +250,16 @@ class Monitor:
             parts.append(f"{record['memory_gib']:.2f} GiB {record['memory_kind']}")
         parts.append(f"ETA {clock(self.rates.seconds_left(total - step))}")
         return "  ".join(parts)
+
+    def _mind_the_compiler(self) -> None:
+        """Compilation is told apart: it is no training time."""
+        regions = self.session.parts.spread.regions
+        if regions is None or regions.seconds == self._compiling:
+            return
+        took, self._compiling = regions.seconds - self._compiling, regions.seconds
+        self.rates.pause(took)
+        if regions.problem is None:
+            self.console.say(f"compiled {len(regions.blocks)} part(s) of the model in {took:.1f} s")
 
     def _mind_the_batch_norm(self) -> None:
         model, world = self.session.parts.spread.module, self.session.world

@@ -102,7 +102,7 @@ def judge(training: Training, norm: float, loss: float | None, losses: Losses, *
 
 def convict(parts: Parts, verdict: Verdict, mine: Suspect) -> list[Suspect]:
     """Every rank comes here together. The samples to blame are written down, and known to all."""
-    everyone = parts.world.gather(mine)
+    everyone = [Suspect(**each) for each in parts.world.gather(asdict(mine))]
     blamed = [suspect for suspect in everyone if suspect.guilty] or everyone
     blamed = [suspect for suspect in blamed if suspect.samples]
     if parts.world.is_first:

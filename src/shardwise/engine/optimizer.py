@@ -30,12 +30,13 @@ def build_optimizer(model: nn.Module, options: Optimizer, lr: float, *, sharded:
 
 
 def _kind_of(groups: list[dict[str, Any]], options: Optimizer) -> tuple[Any, dict[str, Any]]:
-    if options.name == "sgd":
-        return torch.optim.SGD, {"momentum": options.momentum}
-    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
     on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
+    fused = {"fused": True if on_cuda else None}
+    if options.name == "sgd":
+        return torch.optim.SGD, {"momentum": options.momentum, **fused}
+    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
     betas = (options.betas[0], options.betas[1])
-    return kind, {"betas": betas, "eps": options.eps, "fused": True if on_cuda else None}
+    return kind, {"betas": betas, "eps": options.eps, **fused}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -48,7 +48,7 @@ def check_data(train: Any, valid: Any, world: World) -> None:
             raise DataError(f"data must have a length and be read by index, unlike {type(data).__name__}")
     if not len(train):
         raise DataError("the training data is empty")
-    sizes = world.gather((len(train), None if valid is None else len(valid)))
+    sizes = [tuple(each) for each in world.gather((len(train), None if valid is None else len(valid)))]
     if len(set(sizes)) > 1:
         raise DataError(
             f"the ranks see data of different sizes (training, validation): {sizes}. They must read the same files"

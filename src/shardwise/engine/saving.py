@@ -32,6 +32,7 @@ FINISHING = 60.0
 def save_run(session: Session, metrics: dict[str, float] | None) -> Path:
     training, parts = session.config.training, session.parts
     beat(Phase.SAVE, session.steps_done)
+    session.settle()
     if training.on_nonfinite == "stop" and session.world.sum(session.suspect is not None)[0]:
         raise nonfinite_before(parts, session.steps_done, session.suspect)
     session.checkpoints.begin_anew()
@@ -121,9 +122,10 @@ def _rehearse(session: Session) -> None:
     parts, module = session.parts, session.parts.spread.module
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     inputs = session.first_inputs()
-    with parts.precision.autocast():
-        loss = session.task.loss(session.model, inputs)
-    loss.sum.backward()
+    with parts.spread.computing(), parts.spread.reducing_gradients(now=True):
+        with parts.precision.autocast():
+            loss = session.task.loss(session.model, inputs)
+        loss.sum.backward()
     parts.optimizer.zero_grad()
     for name, buffer in module.named_buffers():  # by name: a forward may have put another tensor in its place
         buffer.copy_(before[name])

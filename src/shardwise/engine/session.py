@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -45,6 +46,9 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
+
+COMPILING_PAYS_AFTER = 200
+"""Steps of a run from which on its blocks are compiled by default."""
 
 
 class Session:
@@ -85,6 +89,8 @@ class Session:
         self.recent_losses = Losses()
         self._went_back = False
         self.suspect: Suspect | None = None
+        self._ahead: StepResult | None = None
+        """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
 
@@ -155,6 +161,7 @@ class Session:
     def close(self) -> None:
         """Leave the ranks, when the last checkpoint is in place."""
         try:
+            self.settle()
             self.wait()
         finally:
             self._leave()
@@ -201,6 +208,7 @@ class Session:
             self.layout,
             self.batching.accumulation,
             self._trial(),
+            find_regions=task.regions if self._compiles() else None,
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
@@ -225,8 +233,18 @@ class Session:
         self.checkpoints.open(spread_model.module.parameters(), copies)
         return spread_model.model
 
+    def _compiles(self) -> bool:
+        """Whether the model's blocks are compiled. It follows from the config alone, so that a resumed run does the same."""
+        wanted = self.config.training.compile
+        if wanted == "auto":
+            proven = self.world.device.type == "cuda" and self.strategy in ("single", "ddp", "zero1", "fsdp")
+            return proven and self.total_steps >= COMPILING_PAYS_AFTER
+        return wanted
+
     def _find_batch(self) -> None:
-        size, self.batch_found = find_batch_size(self)
+        regions = self.parts.spread.regions
+        with regions.resting() if regions is not None else nullcontext():
+            size, self.batch_found = find_batch_size(self)
         self.config = self.task.config = self.parts.config = with_batch_size(self.config, size)
         self.finds_batch = False
         self.batching = resolve_batching(self.config.training, self._devices_with_data())
@@ -332,16 +350,25 @@ class Session:
         result = run_step(
             self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.suspect, losses=self.recent_losses
         )
+        self.settle()  # the step before, which a GPU has made meanwhile
         if result.stopped:
             return result
         if result.rollback:
             go_back(self, batch, result)
             self._went_back = True
             return result
-        self.suspect = result.suspect
+        self._ahead = result
+        if result.awaited is None:
+            self.settle()
         if result.loss is not None and not result.skipped:
             self.recent_losses.add(result.loss)
         return self._made(result, batch)
+
+    def settle(self) -> None:
+        """Until the device has made the last step; if its numbers are bad, this says so. All ranks call it together."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            self.suspect = ahead.settle().suspect
 
     def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
         self.steps_done += 1
@@ -354,7 +381,7 @@ class Session:
 
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
-        total, count = self.world.sum(sum(r.loss_sum for r in results), sum(r.count for r in results))
+        total, count = self.world.sum(sum(r.settle().loss_sum for r in results), sum(r.count for r in results))
         return total / count if count else math.nan
 
     # ---------------------------------------------------------------- evaluate

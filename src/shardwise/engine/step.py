@@ -5,17 +5,24 @@ agree: all-reduce (sum of counts, stop flag, bad-value flag)                    
 for each micro-batch: forward, loss.sum * copies / global_count, backward       gradients reduced on the last only
 clip by the true global norm
 optimizer.step, schedule.step
+
+On a GPU the host does not wait for any of it: it prepares the next step meanwhile, and learns of loss and norm one step
+later (`StepResult.settle`). A step whose gradient is not finite changes nothing: the device itself leaves the update out.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.checkpoint.state import local_part
 from shardwise.config import Config
 from shardwise.config.seeds import Purpose
 from shardwise.data import MicroBatch, StepBatch
@@ -62,9 +69,21 @@ class Parts:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    @cached_property
+    def runs_ahead(self) -> bool:
+        """Whether the host goes on while the device computes: where nothing but "not finite" can keep a step from being
+        made, and PyTorch's optimizer can look at that by itself."""
+        training = self.config.training
+        if self.world.device.type != "cuda" or self.spread.pipeline is not None or self.scaler.is_enabled():
+            return False
+        able = getattr(local_part(self.optimizer), "_step_supports_amp_scaling", False)
+        return able and not watches_loss(training) and not may_skip(training)
+
 
 @dataclass
 class StepResult:
+    """What a step came to. On a GPU, loss_sum, grad_norm and suspect are known after `settle` only."""
+
     step: int
     """Number of this step, from 1, as in the log."""
     stopped: bool = False
@@ -90,6 +109,16 @@ class StepResult:
     times: dict[str, float] = field(default_factory=dict)
     """Seconds in each phase: wait for data, agree, compute, update; of compute, this rank's own forward passes, and in a
     pipeline, idle."""
+
+    awaited: Callable[[], None] | None = None
+    """Waits for the device, and fills in what only it knows."""
+
+    def settle(self) -> StepResult:
+        """Until the device has made this step. All ranks call it together; it says if the numbers are bad."""
+        if self.awaited is not None:
+            wait, self.awaited = self.awaited, None
+            wait()
+        return self
 
     @property
     def rollback(self) -> bool:
@@ -169,7 +198,24 @@ def run_step(
             )
         if lacking:
             raise _unused_parameters(parts, step + 1)
-    norm, *lacking_somewhere, loss_sum = torch.stack([*_norm(parts, grads, lacking), total]).tolist()
+    on_device = torch.stack([*_norm(parts, grads, lacking), total])
+    for group in parts.optimizer.param_groups:
+        group["lr"] = parts.schedule.rate(step)
+    if parts.runs_ahead:
+        result = StepResult(
+            step + 1,
+            count=own_count,
+            global_count=int(count),
+            lr=parts.schedule.rate(step),
+            samples=batch.samples,
+            times=clock.times,
+        )
+        result.awaited = _numbers_of(parts, batch, result, on_device, seen, forwards)
+        _update_if_finite(parts, on_device[0])
+        parts.optimizer.zero_grad()
+        clock.lap("update")
+        return result
+    norm, *lacking_somewhere, loss_sum = on_device.tolist()
     if any(lacking_somewhere):  # on any stage, and every stage knows
         raise _unused_parameters(parts, step + 1)
     clock.times["forward"] = forwards.seconds()
@@ -195,8 +241,6 @@ def run_step(
         if verdict.act == "stop":
             raise stop_because(step + 1, verdict, blamed)
         result.verdict, result.trouble = verdict, what_happened(verdict, blamed)
-    for group in parts.optimizer.param_groups:
-        group["lr"] = result.lr
     if result.skipped:
         _leave_as_it_was(parts, kept, finite=math.isfinite(norm))
     else:
@@ -211,6 +255,45 @@ def run_step(
     parts.optimizer.zero_grad()
     clock.lap("update")
     return result
+
+
+def _update_if_finite(parts: Parts, norm: torch.Tensor) -> None:
+    """Clips and updates, or leaves everything as it is, without the host knowing which."""
+    limit = parts.config.training.gradient_clip
+    optimizer: Any = local_part(parts.optimizer)
+    # PyTorch's fused optimizers divide gradients by the one, and do nothing where the other is not 0.
+    optimizer.grad_scale = None if limit is None else ((norm + 1e-6) / limit).clamp(min=1.0)
+    optimizer.found_inf = (~norm.isfinite()).float()
+    parts.optimizer.step()
+
+
+def _numbers_of(
+    parts: Parts,
+    batch: StepBatch,
+    result: StepResult,
+    on_device: torch.Tensor,
+    seen: list[tuple[MicroBatch, torch.Tensor]],
+    forwards: ForwardClock,
+) -> Callable[[], None]:
+    """Brings the norm and the loss to the host, without waiting for them; what is returned waits, and looks at them."""
+    on_host = torch.empty(on_device.shape, pin_memory=on_device.is_cuda)
+    on_host.copy_(on_device, non_blocking=True)
+    arrived = torch.cuda.Event() if on_device.is_cuda else None
+    if arrived is not None:
+        arrived.record()
+
+    def known() -> None:
+        if arrived is not None:
+            arrived.synchronize()
+        result.grad_norm, result.loss_sum = on_host.tolist()
+        result.times["forward"] = forwards.seconds()
+        if not math.isfinite(result.loss_sum):
+            result.suspect = _suspect(parts, batch, result, seen)
+        if not math.isfinite(result.grad_norm):  # on every rank
+            verdict = Verdict("nonfinite", "stop")
+            raise stop_because(result.step, verdict, convict(parts, verdict, _suspect(parts, batch, result, seen)))
+
+    return known
 
 
 def loss_weight(copies: int, global_count: float, micro_count: int) -> float:

@@ -17,10 +17,17 @@ ASKED_BY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 MARGIN = 0.05
 """Share of the time limit that is kept in reserve, up to MOST_MARGIN seconds."""
 MOST_MARGIN = 30.0
+CAUTIOUS = 100e6
+"""Bytes per second that storage takes at the least, until the first checkpoint has shown it: a disk, a gigabit network."""
 
 
 class Stopped(BaseException):
     """Asked to leave before the first step: there is nothing to save."""
+
+
+def seconds_to_leave(after: float, step: float, save: float) -> float:
+    """How long before the end a run with a limit of `after` seconds leaves: for a checkpoint, two steps and a reserve."""
+    return save + 2 * step + min(MARGIN * after, MOST_MARGIN)
 
 
 class Stop:
@@ -30,8 +37,11 @@ class Stop:
         self.began = time.monotonic() if began is None else began
         self.step_seconds = 0.0
         """Of the slowest of the last steps."""
-        self.save_seconds = 0.0
-        """Of the slowest checkpoint."""
+        self.save_seconds: float | None = None
+        """Of the slowest checkpoint; None: there has been none."""
+        self.state_bytes = 0
+        """What a checkpoint of the run will hold, about."""
+        self._still_to_do = 0.0
         self._asked_at: float | None = None
         self._asked_by = 0
         self._can_save = False
@@ -39,26 +49,26 @@ class Stop:
     @property
     def exit_code(self) -> int:
         """Of this rank, when it has left before the end."""
-        if self._asked_at is None and self._time_is_up():
+        if self._asked_at is None and self._time_is_up():  # by what was known when this rank was last asked
             return TIME_IS_UP
         return INTERRUPTED if self._asked_by == signal.SIGINT else AGAIN
 
     @property
     def requested(self) -> bool:
         """This rank wants to leave before the next step."""
+        if self.after is not None:
+            save = self.state_bytes / CAUTIOUS if self.save_seconds is None else self.save_seconds
+            self._still_to_do = seconds_to_leave(self.after, self.step_seconds, save)
         return self._asked_at is not None or self._time_is_up()
 
     def _time_is_up(self) -> bool:
-        if self.after is None:
-            return False
-        still_to_do = self.save_seconds + 2 * self.step_seconds + min(MARGIN * self.after, MOST_MARGIN)
-        return time.monotonic() - self.began + still_to_do > self.after
+        return self.after is not None and time.monotonic() - self.began + self._still_to_do > self.after
 
     def stepped(self, seconds: float) -> None:
         self.step_seconds = max(seconds, 0.9 * self.step_seconds)
 
     def saved(self, seconds: float) -> None:
-        self.save_seconds = max(seconds, self.save_seconds)
+        self.save_seconds = max(seconds, self.save_seconds or 0.0)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -28,11 +28,13 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk: int = CHUNK,
     group: dist.ProcessGroup | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """The sum over all tokens of the cross entropy of `hidden @ weight.T + bias`: as `F.cross_entropy` gives it.
 
     `group`: its ranks have the words of the vocabulary in equal parts, in their order; `weight` is this rank's part.
-    Gradients are computed on the way forward, so that no chunk is made twice.
+    `compiled`: with one kernel that torch.compile makes. Gradients are computed on the way forward, so that no chunk is
+    made twice.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         narrow = torch.get_autocast_dtype(hidden.device.type)
@@ -42,7 +44,7 @@ def linear_cross_entropy(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     flat = hidden.flatten(0, -2)
-    loss: Tensor = _Chunked.apply(flat, weight, bias, targets.flatten(), ignore_index, chunk, group, wanted)
+    loss: Tensor = _Chunked.apply(flat, weight, bias, targets.flatten(), ignore_index, chunk, group, compiled, wanted)
     return loss
 
 
@@ -57,6 +59,7 @@ class _Chunked(torch.autograd.Function):
         ignore_index: int,
         chunk: int,
         group: dist.ProcessGroup | None,
+        compiled: bool,
         wanted: bool,
     ) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -66,17 +69,16 @@ class _Chunked(torch.autograd.Function):
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
             to_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted and bias is not None else None
             first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
-            loss_and_gradient = _loss_and_gradient(hidden.device.type)
             pieces = -(-len(hidden) // chunk)
             edges = [len(hidden) * number // pieces for number in range(pieces + 1)]
             for start, end in itertools.pairwise(edges):
                 rows = hidden[start:end]
                 logits = torch.nn.functional.linear(rows, weight, bias)
                 wide = targets[start:end]
-                if group is None:
-                    loss, gradient = loss_and_gradient(logits, wide, ignore_index)
+                if compiled and group is None:
+                    loss, gradient = _compiled()(logits, wide, ignore_index)
                 else:
-                    loss, gradient = _over_ranks(logits, wide, ignore_index, first, group)
+                    loss, gradient = loss_and_gradient(logits, wide, ignore_index, first, group)
                 total += loss
                 if to_hidden is None or to_weight is None:
                     continue
@@ -99,12 +101,35 @@ class _Chunked(torch.autograd.Function):
             to_hidden.mul_(scale),
             to_weight.mul_(scale).to(dtype),
             None if to_bias is None else to_bias.mul_(scale).to(dtype),
-            *[None] * 5,
+            *[None] * 6,
         )
 
 
-def _of_chunk(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk, and its gradient with respect to the logits, in their type."""
+def loss_and_gradient(
+    logits: Tensor, targets: Tensor, ignore_index: int, first: int = 0, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk, and its gradient with respect to the logits, in their type. Where the ranks of a group have
+    a part of the words each, this rank's begin with `first`, and the loss is the same on each of them."""
+    wide = logits.float()
+    counted = targets != ignore_index
+    mine = counted & (targets >= first) & (targets < first + logits.shape[-1])
+    chosen = torch.where(mine, targets - first, 0)
+    highest = wide.amax(dim=-1)
+    if group is not None:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    powers = (wide - highest[:, None]).exp()
+    of_target = torch.where(mine, wide.gather(-1, chosen[:, None]).squeeze(-1), 0.0)
+    sums = torch.stack([powers.sum(dim=-1), of_target])
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    losses = highest + sums[0].log() - sums[1]
+    gradient = powers / sums[0][:, None]
+    gradient[torch.arange(len(gradient), device=gradient.device), chosen] -= mine.float()
+    return torch.where(counted, losses, 0.0).sum(), (gradient * counted[:, None]).to(logits.dtype)
+
+
+def fused_loss_and_gradient(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The same, written so that it becomes one kernel which reads the logits twice and writes the gradient once."""
     wide = logits.float()
     counted = targets != ignore_index
     chosen = torch.where(counted, targets, 0)
@@ -118,27 +143,7 @@ def _of_chunk(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tenso
     return torch.where(counted, losses, 0.0).sum(), gradient.to(logits.dtype)
 
 
-def _over_ranks(
-    logits: Tensor, targets: Tensor, ignore_index: int, first: int, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """The same where the ranks of a group have a part of the words each; the loss is the same on each of them."""
-    wide = logits.float()
-    counted = targets != ignore_index
-    mine = counted & (targets >= first) & (targets < first + logits.shape[-1])
-    chosen = torch.where(mine, targets - first, 0)
-    highest = wide.amax(dim=-1)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    powers = (wide - highest[:, None]).exp()
-    of_target = torch.where(mine, wide.gather(-1, chosen[:, None]).squeeze(-1), 0.0)
-    sums = torch.stack([powers.sum(dim=-1), of_target])
-    dist.all_reduce(sums, group=group)
-    losses = highest + sums[0].log() - sums[1]
-    gradient = powers / sums[0][:, None]
-    gradient[torch.arange(len(gradient), device=gradient.device), chosen] -= mine.float()
-    return torch.where(counted, losses, 0.0).sum(), (gradient * counted[:, None]).to(logits.dtype)
-
-
 @cache
-def _loss_and_gradient(device_type: str) -> Any:
-    """On CUDA one kernel that reads the logits twice and writes the gradient once, for any number of tokens."""
-    return torch.compile(_of_chunk, dynamic=True) if device_type == "cuda" else _of_chunk
+def _compiled() -> Any:
+    """For any number of tokens."""
+    return torch.compile(fused_loss_and_gradient, dynamic=True)

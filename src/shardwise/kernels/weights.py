@@ -52,8 +52,9 @@ class NarrowWeights:
             for module, name, master in self._places:
                 module._parameters[name] = master
 
-    def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def master_of(self, parameter: Tensor) -> nn.Parameter:
         """That of a copy; of what is no copy, itself."""
+        assert isinstance(parameter, nn.Parameter)
         return self._master_of.get(parameter, parameter)
 
     def collect_as_they_come(self) -> None:

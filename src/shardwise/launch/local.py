@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +17,16 @@ from pathlib import Path
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
 from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.launch.agent import Agent, Job
+from shardwise.launch.meeting import meet
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
+from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
@@ -75,8 +75,8 @@ def run_ranks(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # its 30 seconds are too few for a large checkpoint
     if sys.platform == "linux" and (interface := "lo" if nodes is None else nodes.interface):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # nobody else is to reach the ranks of one machine
-    with tempfile.TemporaryDirectory(prefix="shardwise-", ignore_cleanup_errors=True) as scratch:
-        agent = _agent(job, count, max_restarts, nodes, Path(scratch))
+    with scratch_folder() as scratch:
+        agent = _agent(job, count, max_restarts, nodes, scratch)
         with signals_to(agent.ask):
             start_server(preload, rehearsed)  # with Ctrl-C blocked, as its ranks shall have it
             try:
@@ -103,7 +103,6 @@ def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch
             "c10d", str(scratch / "rendezvous"), uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", store_type="file"
         )
     else:
-        # A machine that is gone is missed after three times two seconds, and a new one is waited for only a moment.
         where = RendezvousParameters(
             "c10d",
             nodes.endpoint,
@@ -111,12 +110,10 @@ def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch
             nodes.least,
             nodes.most,
             local_addr=nodes.address,
-            last_call_timeout=3,
-            keep_alive_interval=2,
             **({} if (host := nodes.keeps_the_meeting_point) is None else {"is_host": str(host).lower()}),
         )
     try:
-        handler = rendezvous.get_rendezvous_handler(where)
+        handler = meet(where)
     except RendezvousConnectionError as error:
         raise LaunchError(
             f"--rendezvous {where.endpoint}: nobody answers there. Start the machine of that name first, or give it --node-host"

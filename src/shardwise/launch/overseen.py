@@ -16,6 +16,7 @@ from pathlib import Path
 from shardwise.config import Config
 from shardwise.launch.environment import attempt
 from shardwise.launch.rank import watched
+from shardwise.launch.scratch import holding, sweep
 
 
 @contextmanager
@@ -27,12 +28,17 @@ def overseen(config: Config) -> Iterator[None]:
     if beats is None:
         yield
         return
-    overseer = _start(beats, config) if first else None
-    try:
+    if not first:
         with watched(beats, rank, world):
             yield
-    finally:
-        if overseer is not None:
+        return
+    with holding(beats):
+        sweep()
+        overseer = _start(beats, config)
+        try:
+            with watched(beats, rank, world):
+                yield
+        finally:
             overseer.kill()
             overseer.wait()
             shutil.rmtree(beats, ignore_errors=True)

@@ -30,6 +30,9 @@ def refuse_combinations(strategy: str, training: Training, layout: Layout, micro
             f"strategy {strategy} does not go with precision 16-mixed: its ranks would each judge on their own whether a "
             "gradient overflowed; use bf16-mixed"
         )
+    if strategy == "pipeline" and (training.precision == "fp8-mixed" or training.compile is True):
+        asked = "precision: fp8-mixed" if training.precision == "fp8-mixed" else "compile: true"
+        raise ConfigError(f"training.{asked} does not go with strategy pipeline yet; fsdp can do it")
     if strategy == "pipeline":
         _refuse_in_pipeline(training, layout.size("stage"), micro_batches)
 

@@ -13,7 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,13 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from shardwise.config import Fsdp, Training
 from shardwise.config.schema import Pipeline as Options
 from shardwise.errors import ConfigError
 from shardwise.parallel.combine import FINE
+from shardwise.parallel.exchange import broadcast_plain, broadcast_tree, dtype_name, gather_plain
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.recompute import recompute
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
@@ -42,7 +43,6 @@ from shardwise.parallel.timing import block_times
 from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
 
 Boundary = tuple[torch.Size, torch.dtype]
-T = TypeVar("T")
 
 
 class MicroBatch(Protocol):
@@ -286,11 +286,9 @@ class Pipeline(nn.Module):
         dist.all_reduce(total, group=self.group)
         return [total[0].sqrt(), total[1]]
 
-    def of_all_stages(self, value: T) -> list[T]:
-        """Every stage's value, on every stage."""
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def of_all_stages(self, value: Any) -> list[Any]:
+        """Every stage's value, plain data, on every stage."""
+        return gather_plain(value, self.group, self.layout.world.device)
 
     # ---------------------------------------------------------------- evaluation
 
@@ -308,20 +306,19 @@ class Pipeline(nn.Module):
                 hidden = piece(hidden, job=lambda model: model(*args, **kwargs))
             if number < self.count - 1 and here != there:
                 hidden = self._hand_on(hidden, here, there)
-        box = [tree_map_only(Tensor, Tensor.cpu, hidden)]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, stages - 1), group=self.group)
-        return tree_map_only(Tensor, lambda tensor: tensor.to(self.layout.world.device), box[0])
+        return broadcast_tree(
+            hidden, dist.get_global_rank(self.group, stages - 1), self.group, self.layout.world.device
+        )
 
     def _hand_on(self, hidden: Any, here: int, there: int) -> Any:
+        """All stages come here, so that every one may know the shape; the tensor goes to one of them."""
+        source, target = dist.get_global_rank(self.group, here), dist.get_global_rank(self.group, there)
+        own = [list(hidden.shape), dtype_name(hidden.dtype)] if self.layout.stage == here else None
+        shape, dtype = broadcast_plain(own, source, self.group, self.layout.world.device)
         if self.layout.stage == here:
-            target = dist.get_global_rank(self.group, there)
-            dist.send_object_list([(hidden.shape, hidden.dtype)], dst=target, group=self.group)
             dist.send(hidden.contiguous(), dst=target, group=self.group)
         elif self.layout.stage == there:
-            source = dist.get_global_rank(self.group, here)
-            about: list[Any] = [None]
-            dist.recv_object_list(about, src=source, group=self.group)
-            hidden = torch.empty(about[0][0], dtype=about[0][1], device=self.layout.world.device)
+            hidden = torch.empty(shape, dtype=getattr(torch, dtype), device=self.layout.world.device)
             dist.recv(hidden, src=source, group=self.group)
         return hidden
 
@@ -334,7 +331,8 @@ def _times(shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: 
             buffer.copy_(weights.buffers[name])
         return block_times(model.train(), find_blocks(model), lambda whole: trial(whole, torch.device("cpu")))
 
-    return layout.world.on_first(measure)
+    times: list[float] = layout.world.on_first(measure)
+    return times
 
 
 def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
@@ -347,10 +345,12 @@ def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
     ]
     kept: list[dict[str, Tensor]] = [{} for _ in pieces]
     for name, (shape, dtype) in world.from_first(
-        {name: (each.shape, each.dtype) for name, each in whole.items()}
+        {name: (list(each.shape), dtype_name(each.dtype)) for name, each in whole.items()}
     ).items():
         tensor = (
-            whole[name].to(world.device) if world.is_first else torch.empty(shape, dtype=dtype, device=world.device)
+            whole[name].to(world.device)
+            if world.is_first
+            else torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
         )
         dist.broadcast(tensor, src=0)
         for names, own in zip(wanted, kept, strict=True):

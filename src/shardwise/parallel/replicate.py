@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -39,12 +40,13 @@ def replicate(
         **{_BUFFER_OPTION: bool(changing)},  # type: ignore[arg-type]
     )
     if narrow is not None:
-        model.register_comm_hook(narrow, _reduce_to_masters)
+        # A lambda: PyTorch looks at the annotations, and does not know them as text (torch 2.13).
+        model.register_comm_hook(narrow, lambda narrow, bucket: _reduce_to_masters(narrow, bucket))
         return model, None
     return model, _compress(model, options)
 
 
-def _reduce_to_masters(narrow: NarrowWeights, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce_to_masters(narrow: NarrowWeights, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Gradients of narrow copies are added up in fp32, over the ranks and with those of earlier micro-batches, and left on
     the masters; what DDP has of them is of no further use."""
     arrived = bucket.buffer()
@@ -52,7 +54,7 @@ def _reduce_to_masters(narrow: NarrowWeights, bucket: dist.GradBucket) -> torch.
     found = []
     for copy, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         place = grad.storage_offset() - arrived.storage_offset()
-        found.append((narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)))  # type: ignore[arg-type]
+        found.append((narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)))
     for master, part in found:
         if master.grad is not None:
             part += master.grad
@@ -63,7 +65,7 @@ def _reduce_to_masters(narrow: NarrowWeights, bucket: dist.GradBucket) -> torch.
             master.grad = part
         return arrived
 
-    return dist.all_reduce(summed, async_op=True).get_future().then(leave)  # type: ignore[union-attr, no-any-return]
+    return dist.all_reduce(summed, async_op=True).get_future().then(leave)
 
 
 class PowerSGD:

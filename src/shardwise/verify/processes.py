@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.config import Batching
 from shardwise.launch import server
-from shardwise.verify.job import Job
+from shardwise.verify.job import Job, Plan
 from shardwise.watch.failures import RankError
 
 TO_PREPARE = 900.0
@@ -63,9 +64,16 @@ class Outcome:
 
     def record(self, rank: int = 0) -> dict[str, Any]:
         import torch
+        from torch.serialization import safe_globals
+
+        from shardwise.verify.coverage import Coverage, Handed
+        from shardwise.verify.probe import Probe, Share
 
         if rank not in self._records:
-            self._records[rank] = torch.load(self.job.record(rank), weights_only=False)
+            with safe_globals(
+                [Batching, Coverage, Handed, Plan, Probe, Share]
+            ):  # and tensors and plain data, nothing else
+                self._records[rank] = torch.load(self.job.record(rank), weights_only=True)
         return self._records[rank]
 
     @property

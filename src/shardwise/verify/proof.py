@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from shardwise.config import Config, load_config
 from shardwise.config.load import BUILT_IN_TASKS, load_task_class
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.scratch import scratch_folder
 from shardwise.verify import processes
 from shardwise.verify.job import Job, as_asked, batching_of
 from shardwise.verify.processes import Outcome, run_jobs, start_server
@@ -38,8 +38,8 @@ def verify(
 ) -> Report:
     """Prove that `ranks` ranks compute what one process would. `planted` names a function that plants a bug in every run."""
     proof = _Proof(Path(target), ranks, strategy, steps, tuple(overrides), planted, patience, say)
-    with tempfile.TemporaryDirectory(prefix="shardwise-verify-") as folder:
-        return proof.run(Path(folder), None if against is None else Path(against))
+    with scratch_folder("shardwise-verify-") as folder:
+        return proof.run(folder, None if against is None else Path(against))
 
 
 class _Proof:

@@ -149,7 +149,7 @@ class Recorder:
         shared = self.job.shared
         if args or options or session.config.task == OWN or shared is None:
             return original(session, *args, **options)
-        if shared.exists():
+        if shared.exists() and is_own(shared):
             task, train, valid = pickle.loads(shared.read_bytes())
             task.config = use_fetched(session.config)
             task.train_data, task.valid_data = (lambda: train), (lambda: valid)
@@ -344,6 +344,12 @@ class Window(GlobalOrder):
         if self.reorder is None:
             return ids
         return np.random.default_rng([self.reorder, epoch, begin]).permutation(ids)
+
+
+def is_own(file: Path) -> bool:
+    """Whether nobody but this user can have put it there: it is about to be unpickled."""
+    about, folder = file.lstat(), file.parent.lstat()
+    return about.st_uid == folder.st_uid == os.getuid() and not folder.st_mode & 0o077
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:

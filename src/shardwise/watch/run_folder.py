@@ -21,6 +21,7 @@ import shardwise
 from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
+from shardwise.watch.secrets import without_secrets
 
 log = logging.getLogger("shardwise")
 
@@ -138,7 +139,7 @@ class RunFolder:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "host": platform.node(),
-            "command": sys.argv,
+            "command": without_secrets(sys.argv),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             **facts,
         }
@@ -216,7 +217,7 @@ def user_command() -> str:
     program = Path(sys.argv[0]).name
     words = ["shardwise" if program in ("shardwise", "__main__.py") else f"python {os.path.relpath(sys.argv[0])}"]
     skip_next = False
-    for word in sys.argv[1:]:
+    for word in without_secrets(sys.argv[1:]):
         if skip_next or word == "--fresh" or word.startswith("--resume="):
             skip_next = False
         elif word == "--resume":

@@ -18,6 +18,7 @@ from shardwise.data.cache import cache_folder
 from shardwise.errors import ConfigError, DataError
 from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
+from shardwise.kernels.head import summed_loss, use_loss_head
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.games import load_games, read_move
 from shardwise.tasks.chess.layout import IGNORED, packed, padded
@@ -106,6 +107,7 @@ class ChessTask(Task):
         model = self._build()
         if self._chooses_attention:
             prefer_backend(model, remembered_backend(self._attention_shape(model), _measured_attention()))
+        use_loss_head(model)
         return model
 
     def _build(self) -> nn.Module:
@@ -116,7 +118,7 @@ class ChessTask(Task):
     @property
     def _chooses_attention(self) -> bool:
         """In a rank, that is, which has its GPU: a process that ranks are forked from must not touch one."""
-        return torch.cuda.is_initialized() and self._on_cuda and self._look.ours and not self.packs
+        return torch.cuda.is_initialized() and self._on_cuda and self._look.ours
 
     def _attention_shape(self, model: Any) -> Shape:
         training = self.config.training
@@ -129,7 +131,8 @@ class ChessTask(Task):
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
         texts = [sample.ids for sample in samples]
-        if self.packs and not samples[0].with_moves:
+        # Where there is nothing to pad, rows it is: their attention is faster.
+        if self.packs and not samples[0].with_moves and len({len(text) for text in texts}) > 1:
             return packed(texts, self.tokenizer.pad_id, self._tokenizer_options.max_seq_len)
         return {**padded(texts, self.tokenizer.pad_id), "games": samples if samples[0].with_moves else []}
 
@@ -137,10 +140,12 @@ class ChessTask(Task):
         return int((batch["targets"] != IGNORED).sum())
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Loss:
-        if "starts" not in batch:
-            return self._loss(self._logits(model, batch["ids"]), batch["targets"])
-        texts = packed_arguments(batch["positions"], batch["starts"], batch["longest"])
-        return self._loss(model(input_ids=batch["ids"], **texts).logits, batch["targets"])
+        ids, targets = batch["ids"], batch["targets"]
+        count = (targets != IGNORED).sum()
+        if "starts" in batch:
+            texts = packed_arguments(batch["positions"], batch["starts"], batch["longest"])
+            return Loss(summed_loss(model, targets, input_ids=ids, **texts), count)
+        return Loss(summed_loss(model, self._lengthened(targets, IGNORED), input_ids=self._lengthened(ids)), count)
 
     def evaluate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Loss]:
         logits = self._logits(model, batch["ids"])
@@ -185,9 +190,11 @@ class ChessTask(Task):
 
     def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
         # No attention mask: with padding on the right, causal attention never reaches it, and the fast path stays open.
-        length = ids.shape[1]
-        padded = F.pad(ids, (0, -length % self._length_multiple), value=self.tokenizer.pad_id)
-        return model(input_ids=padded).logits[:, :length]
+        return model(input_ids=self._lengthened(ids)).logits[:, : ids.shape[1]]
+
+    def _lengthened(self, rows: Tensor, value: int | None = None) -> Tensor:
+        filling = self.tokenizer.pad_id if value is None else value
+        return F.pad(rows, (0, -rows.shape[1] % self._length_multiple), value=filling)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Loss:
         flat = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")

@@ -1,0 +1,58 @@
+"""shardwise: a config, a Session and its loop."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu.contenders.meter import Meter
+from benchmarks.gpu.contenders.problem import CLIP, DEVICE, LEARNING_RATE, SEED, WEIGHT_DECAY
+from shardwise import Session
+from shardwise.config import parse_config
+from shardwise.engine.step import StepResult
+
+
+def train(
+    blocks: dict[str, Any],
+    training: dict[str, Any],
+    units: Callable[[StepResult], float],
+    meter: Meter,
+    overrides: Sequence[str] = (),
+) -> None:
+    """`blocks`: the config without its block `training`, of which `training` holds what differs from the usual."""
+    usual = {
+        "strategy": "single",
+        "precision": "bf16-mixed",
+        "gradient_clip": CLIP,
+        "max_steps": meter.plan.total,
+        "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
+        "scheduler": {"name": "constant"},
+        "compile": "auto" if DEVICE.type == "cpu" else True,  # auto is that in runs of 200 steps and more
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(
+            yaml.safe_dump({**blocks, "seed": SEED, "run_dir": folder, "training": usual | training}), overrides
+        )
+        with Session(config) as session:
+            session.prepare()
+            _memory_taken()
+            meter.ready()
+            for batch in session.batches():
+                result = session.step(batch)
+                meter.done(partial(_loss, result), units(result))
+
+
+def _loss(result: StepResult) -> float:
+    return result.settle().loss_sum / result.count
+
+
+def _memory_taken() -> None:
+    """A thread takes host memory for checkpoints when a run begins, gigabytes for a large model: over before steps are timed."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint memory":
+            thread.join()

@@ -1,0 +1,86 @@
+"""A language model's head that gives the loss instead of the logits, while the rest of the model stays as it is.
+
+Sharding, replicas and checkpoints wrap a whole model, so the loss must come out of a call of the whole model: its head is
+told the targets beforehand, and answers with their summed loss where it would have answered with logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.kernels.cross_entropy import linear_cross_entropy
+
+
+class LossHead(nn.Linear):
+    targets: Tensor | None = None
+    compiled = False
+    """Whether the kernel of the loss is compiled."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.targets is None:
+            return super().forward(input)
+        if input.dtype == torch.float16 or _computes_in_fp16(input):
+            # Its gradients must be scaled before they are narrowed: that is possible on the way back only.
+            logits = super().forward(input).float()
+            return F.cross_entropy(logits.flatten(0, -2), self.targets.flatten(), reduction="sum")
+        return linear_cross_entropy(input, self.weight, self.targets, self.bias, compiled=self.compiled)
+
+    @contextmanager
+    def summing_up(self, targets: Tensor) -> Iterator[None]:
+        """Within it, an answer is the sum of the cross entropies of these targets; those below 0 are left out."""
+        self.targets = targets
+        try:
+            yield
+        finally:
+            self.targets = None
+
+
+def use_loss_head(model: Any) -> bool:
+    """Puts it in the place of a Transformers model's head, with the same weights and name. False: it stays as it is, because
+    it is no plain matrix, or the model does something with the logits afterwards."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or not _gives_logits_as_they_are(model, head):
+        return False
+    head.__class__ = LossHead
+    return True
+
+
+def summed_loss(model: Any, targets: Tensor, **inputs: Any) -> Tensor:
+    """Of a Transformers causal language model, wrapped or not: the sum of the cross entropies; targets of -100 are left out."""
+    head = getattr(model, "module", model).get_output_embeddings()
+    if not isinstance(head, LossHead):
+        logits = model(**inputs).logits
+        return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="sum")
+    with head.summing_up(targets):
+        answer: Tensor = model(**inputs).logits
+    return answer
+
+
+def _gives_logits_as_they_are(model: Any, head: nn.Linear) -> bool:
+    """Looked at on the meta device: whether what comes out of the model is the very tensor that came out of the head."""
+    seen: list[Tensor] = []
+    on_meta = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    listening = head.register_forward_hook(lambda module, given, answer: seen.append(answer))
+    # Where padding has a number, GPT-2 and others look for it in the tokens, to warn.
+    padding, model.config.pad_token_id = getattr(model.config, "pad_token_id", None), None
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            row = torch.zeros(1, 2, dtype=torch.long)
+            logits = torch.func.functional_call(model, on_meta, kwargs={"input_ids": row}).logits
+    except Exception:  # anybody's code, run on tensors without values
+        return False
+    finally:
+        listening.remove()
+        model.config.pad_token_id = padding
+    return len(seen) == 1 and logits is seen[0]
+
+
+def _computes_in_fp16(input: Tensor) -> bool:
+    kind = input.device.type
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16

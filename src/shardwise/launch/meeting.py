@@ -1,0 +1,80 @@
+"""Where launchers meet: torchrun's rendezvous, but nobody who asks it is held up while it does not answer.
+
+A launcher asks ten times a second whether another machine waits to join. Behind a cut link there is no answer and no error
+either, as long as the kernel keeps trying (100 s seen, torch 2.13), and meanwhile nobody would look after the ranks, which hang
+for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+ANSWER = 0.5
+"""Seconds that an answer is waited for."""
+LAST_CALL = timedelta(seconds=3)
+"""When there are enough machines, another is waited for only a moment."""
+KEEP_ALIVE = 2
+"""Seconds. A machine that is gone is missed after three times as long."""
+
+
+def meet(where: RendezvousParameters) -> Meeting:
+    backend, store = create_backend(where)
+    return Meeting.from_backend(
+        where.run_id,
+        store,
+        backend,
+        where.min_nodes,
+        where.max_nodes,
+        where.local_addr,
+        RendezvousTimeout(last_call=LAST_CALL),
+        keep_alive_interval=KEEP_ALIVE,
+    )
+
+
+class Meeting(DynamicRendezvousHandler):
+    _question: _Question | None = None
+    """One that has not been answered yet."""
+
+    def num_nodes_waiting(self) -> int:
+        """None, as far as is known, while there is no answer."""
+        if self._question is None:
+            self._question = _Question(super().num_nodes_waiting)
+        self._question.join(ANSWER)
+        if self._question.is_alive():
+            return 0
+        question, self._question = self._question, None
+        return question.answer
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._question is not None:  # it would change what is known while machines join
+            self._question.join()
+            self._question = None
+        return super().next_rendezvous()
+
+
+class _Question(Thread):
+    """Asked in a thread of its own, which does not keep the program from ending."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        super().__init__(daemon=True)
+        self._ask, self._answer = ask, 0
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._answer = self._ask()
+        except Exception as error:
+            self._error = error
+
+    @property
+    def answer(self) -> int:
+        if self._error is not None:
+            raise self._error
+        return self._answer
