@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shardwise.config import load_config
 from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
+from shardwise.kernels.attention import packed_arguments
 from shardwise.kernels.sizes import packed_size
 from shardwise.tasks.chess import ChessTask
 from shardwise.tasks.chess.games import random_game
@@ -111,13 +112,12 @@ def test_a_change_in_one_game_changes_no_other_games_loss(
 
 
 def _losses(task: ChessTask, model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Of every token, from the logits that the task's loss asks for."""
-    asked: list[torch.Tensor] = []
-    hook = model.register_forward_hook(lambda module, args, output: asked.append(output.logits[0]))
+    """Of every token; together they are the task's loss."""
+    texts = packed_arguments(batch["positions"], batch["starts"], batch["longest"])
     with torch.no_grad():
         whole = task.loss(model, batch).sum
-    hook.remove()
-    losses = F.cross_entropy(asked[0], batch["targets"][0], ignore_index=IGNORED, reduction="none")
+        logits = model(input_ids=batch["ids"], **texts).logits[0]
+    losses = F.cross_entropy(logits, batch["targets"][0], ignore_index=IGNORED, reduction="none")
     torch.testing.assert_close(losses.sum(), whole)
     return losses
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.kernels import attention as kernels
 from shardwise.kernels import backend
 from shardwise.kernels.attention import NAME, attention, look_at_attention, prefer_backend, register_attention
 from shardwise.kernels.backend import BACKENDS, Shape, fastest_backend, remembered_backend
@@ -99,12 +101,88 @@ def test_packed_texts_attend_as_each_would_alone(kv_heads: int, dtype: torch.dty
         torch.testing.assert_close(found[:, part], alone, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-2)
 
 
+def _2_10(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Any:
+    assert is_causal and q.shape[1] == k.shape[1]
+    return _each(q, k, v, cu_q, max_q, q.shape[-1] ** -0.5)
+
+
+def _2_11(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: Any = None,
+    window_size: Any = (-1, -1),
+) -> Any:
+    assert window_size == (-1, 0) and q.shape[1] == k.shape[1]
+    return _each(q, k, v, cu_q, max_q, scale)
+
+
+def _2_12(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: Any = None,
+    window_size: Any = (-1, -1),
+    enable_gqa: bool = False,
+) -> Any:
+    assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
+    return _each(q, k, v, cu_q, max_q, scale)
+
+
+def _each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Any, longest: int, scale: float) -> Any:
+    """One text after the other."""
+    found = []
+    for first, last in itertools.pairwise(starts.tolist()):
+        assert last - first <= longest
+        rows = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
+        alone = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)
+        found.append(alone[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("version", [_2_10, _2_11, _2_12])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_pytorchs_ragged_kernel_is_called_as_each_version_wants_it(
+    monkeypatch: pytest.MonkeyPatch, version: Any, kv_heads: int
+) -> None:
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", version)
+    kernel: Any = kernels._varlen()
+    starts = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
+    query, key, value = (torch.randn(18, heads, 8) for heads in (4, kv_heads, kv_heads))
+    rows = (each.transpose(0, 1)[None] for each in (query, key, value))
+    expected, _ = attention(torch.nn.Module(), *rows, None, scaling=0.3, cu_seq_lens_q=starts, max_length_q=16)
+    torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, True), expected[0], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_compiled_block_holds_it_in_one_graph_for_any_length(packs: bool) -> None:
     model = model_of("llama", NAME, **GROUPED)
     prefer_backend(model, "flash")
     layer = model.model.layers[0]
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     for length in (8, 16, 24, 40):
         hidden = torch.randn(1, length, 32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +51,7 @@ class Meter:
 
     plan: Plan
     device: torch.device
-    losses: list[Tensor | float] = field(default_factory=list)
+    losses: list[Tensor | float | Callable[[], float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._began = self._now()
@@ -65,8 +66,8 @@ class Meter:
         self._peaks.clear()
         self._ready = self._now()
 
-    def done(self, loss: Tensor | float, units: float) -> None:
-        """The loss is not looked at before the end: that would make the host wait for the device."""
+    def done(self, loss: Tensor | float | Callable[[], float], units: float) -> None:
+        """The loss is not looked at, nor asked for, before the end: that would make the host wait for the device."""
         self.losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         steps = len(self.losses)
         if steps == 1:
@@ -100,7 +101,7 @@ class Meter:
             first_step_seconds=self._first_step,
             warmup_seconds=self._warmup,
             windows=self._seconds,
-            losses=[float(loss) for loss in self.losses],
+            losses=[float(loss() if not isinstance(loss, Tensor) and callable(loss) else loss) for loss in self.losses],
         )
 
     def _take_peak(self) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import yaml
 
 from benchmarks.gpu.contenders.meter import Meter
-from benchmarks.gpu.contenders.problem import CLIP, LEARNING_RATE, SEED, WEIGHT_DECAY
+from benchmarks.gpu.contenders.problem import CLIP, DEVICE, LEARNING_RATE, SEED, WEIGHT_DECAY
 from shardwise import Session
 from shardwise.config import parse_config
 from shardwise.engine.step import StepResult
@@ -31,6 +32,7 @@ def train(
         "max_steps": meter.plan.total,
         "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
         "scheduler": {"name": "constant"},
+        "compile": "auto" if DEVICE.type == "cpu" else True,  # auto is that in runs of 200 steps and more
     }
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(
@@ -42,7 +44,11 @@ def train(
             meter.ready()
             for batch in session.batches():
                 result = session.step(batch)
-                meter.done(result.loss_sum / result.count, units(result))
+                meter.done(partial(_loss, result), units(result))
+
+
+def _loss(result: StepResult) -> float:
+    return result.settle().loss_sum / result.count
 
 
 def _memory_taken() -> None:

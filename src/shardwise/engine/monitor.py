@@ -58,7 +58,7 @@ class Monitor:
         self._unread: list[StepResult] = []
         """Steps whose times are not in the window yet: a device may still be making the last of them."""
         self._said_wait = False
-        self._idle = self._computing = 0.0
+        self._idle = self._computing = self._compiling = 0.0
 
     # Everything below that reduces over ranks is called by every rank; only rank 0 writes and speaks.
 
@@ -113,6 +113,7 @@ class Monitor:
             self._unread.append(result)
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
+        self._mind_the_compiler()
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
@@ -249,6 +250,16 @@ class Monitor:
             parts.append(f"{record['memory_gib']:.2f} GiB {record['memory_kind']}")
         parts.append(f"ETA {clock(self.rates.seconds_left(total - step))}")
         return "  ".join(parts)
+
+    def _mind_the_compiler(self) -> None:
+        """Compilation is told apart: it is no training time."""
+        regions = self.session.parts.spread.regions
+        if regions is None or regions.seconds == self._compiling:
+            return
+        took, self._compiling = regions.seconds - self._compiling, regions.seconds
+        self.rates.pause(took)
+        if regions.problem is None:
+            self.console.say(f"compiled {len(regions.blocks)} part(s) of the model in {took:.1f} s")
 
     def _mind_the_batch_norm(self) -> None:
         model, world = self.session.parts.spread.module, self.session.world

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -207,7 +208,7 @@ class Session:
             self.layout,
             self.batching.accumulation,
             self._trial(),
-            compiles=self._compiles(),
+            find_regions=task.regions if self._compiles() else None,
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
@@ -241,7 +242,9 @@ class Session:
         return wanted
 
     def _find_batch(self) -> None:
-        size, self.batch_found = find_batch_size(self)
+        regions = self.parts.spread.regions
+        with regions.resting() if regions is not None else nullcontext():
+            size, self.batch_found = find_batch_size(self)
         self.config = self.task.config = self.parts.config = with_batch_size(self.config, size)
         self.finds_batch = False
         self.batching = resolve_batching(self.config.training, self._devices_with_data())

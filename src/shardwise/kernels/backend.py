@@ -5,6 +5,7 @@ Kernels differ in rounding, so a resumed run must use the one that it began with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -113,9 +114,7 @@ def _read(path: Path) -> dict[str, str | None]:
 def _write(path: Path, known: dict[str, str | None]) -> None:
     """A folder that cannot be written to is no reason not to train: PyTorch's own choice is used then."""
     aside = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         aside.write_text(json.dumps(known, indent=1, sort_keys=True))
         aside.rename(path)
-    except OSError:
-        aside.unlink(missing_ok=True)

@@ -83,7 +83,7 @@ class _Chunked(torch.autograd.Function):
                 if to_hidden is None or to_weight is None:
                     continue
                 torch.mm(gradient, weight, out=to_hidden[start:end])
-                to_weight += gradient.T @ rows
+                _add_product(to_weight, gradient.T, rows)
                 if to_bias is not None:
                     to_bias += gradient.sum(dim=0, dtype=torch.float32)
             if group is not None and to_hidden is not None:
@@ -103,6 +103,14 @@ class _Chunked(torch.autograd.Function):
             None if to_bias is None else to_bias.mul_(scale).to(dtype),
             *[None] * 6,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in fp32."""
+    if left.is_cuda and left.dtype != torch.float32:  # matrix units add up in fp32: that is where it stays
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def loss_and_gradient(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,16 @@ class Regions:
     blocks: list[nn.Module] = field(default_factory=list)
     problem: str | None = None
     """Why they are not compiled after all."""
+    paused: bool = False
     seconds: float = 0.0
     """Spent in calls that compiled something."""
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within it they run as they are: what is tried out only is not worth compiling."""
+        self.paused = True
+        yield
+        self.paused = False
 
     def give_up(self, problem: BaseException) -> None:
         self.problem = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
@@ -59,7 +68,8 @@ class _Region:
         self.compiled = torch.compile(plain, backend=backend, dynamic=dynamic)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.regions.problem is not None:
+        # Evaluation has other shapes, and is too short to compile for.
+        if self.regions.problem is not None or self.regions.paused or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         before = _compiled_frames()
         began = time.perf_counter()

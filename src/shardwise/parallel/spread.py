@@ -132,14 +132,14 @@ def spread(
     micro_batches: int,
     trial: Trial,
     *,
-    compiles: bool = False,
+    find_regions: FindBlocks | None = None,
 ) -> Spread:
     """Tensor types → batch norm → stages → split matrices → fp8 → compile regions → activation checkpointing → sharding or
-    replicas → weights, in this order for every model."""
+    replicas → weights, in this order for every model. `find_regions`: what to compile; None: nothing."""
     world = layout.world
     build = _with_batch_norm(build, training, world)
     if strategy in ("single", "dp", "ddp", "zero1"):
-        return _whole_copies(build, find_blocks, strategy, training, layout, compiles)
+        return _whole_copies(build, find_blocks, find_regions, strategy, training, layout)
     shape = build_shape(build)
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
@@ -151,7 +151,7 @@ def spread(
     blocks = find_blocks(shape)
     if strategy == "tensor":
         split_matrices(shape, plan, training, layout)
-    regions = _tuned(shape, blocks, training, world, compiles)
+    regions = _tuned(shape, blocks, blocks if find_regions else None, training, world)
     blocks = recompute(shape, blocks, fsdp)
     if strategy == "fsdp" or layout.data_size > 1:
         shard(shape, blocks, training, layout)
@@ -175,27 +175,32 @@ def _with_batch_norm(build: Build, training: Training, world: World) -> Build:
 
 
 def _tuned(
-    model: nn.Module, blocks: list[nn.Module], training: Training, world: World, compiles: bool
+    model: nn.Module, blocks: list[nn.Module], compiled: list[nn.Module] | None, training: Training, world: World
 ) -> Regions | None:
     if training.precision == "fp8-mixed":
         if problem := fp8_problem(world.device):
             raise ConfigError(f"training.precision: fp8-mixed: {problem}; use bf16-mixed")
         use_fp8(model, blocks)
-    if not compiles:
+    if compiled is None:
         return None
     for module in model.modules():
         if isinstance(module, LossHead):
             module.compiled = True
-    return compile_regions(blocks)
+    return compile_regions(compiled)
 
 
 def _whole_copies(
-    build: Build, find_blocks: FindBlocks, strategy: str, training: Training, layout: Layout, compiles: bool
+    build: Build,
+    find_blocks: FindBlocks,
+    find_regions: FindBlocks | None,
+    strategy: str,
+    training: Training,
+    layout: Layout,
 ) -> Spread:
     world = layout.world
     module = build() if world.is_first else build_shape(build)
     cast_parameters(module, training)
-    regions = _tuned(module, find_blocks(module), training, world, compiles)
+    regions = _tuned(module, find_blocks(module), find_regions(module) if find_regions else None, training, world)
     materialize(module, world.device)
     if strategy == "dp":
         return Spread(over_devices(module), module, layout, regions=regions)

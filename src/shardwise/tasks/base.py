@@ -93,6 +93,10 @@ class Task(ABC):
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len, default=[])
 
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        """What torch.compile takes, each on its own, where the model is whole on every device. Default: the blocks."""
+        return self.blocks(model)
+
     def tensor_plan(self, model: nn.Module, ranks: int, sequence_parallel: bool) -> Mapping[str, Any] | None:
         """How strategy tensor splits the matrices over `ranks`: by name of module, a style of
         torch.distributed.tensor.parallel. None: this task cannot say, and the strategy is refused."""

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.kernels.sizes import packed_longest, packed_size
@@ -35,18 +36,20 @@ def packed(texts: Sequence[list[int]], pad_id: int, max_seq_len: int) -> dict[st
     lengths = list(map(len, texts))
     size = packed_size(lengths)
     tail = size - sum(lengths)
-    starts = list(itertools.accumulate([*lengths, tail], initial=0))
-    ids = torch.tensor([*itertools.chain(*texts), *[pad_id] * tail])
-    targets = ids.roll(-1)
-    targets[torch.tensor(starts[1:-1]) - 1] = IGNORED
+    # In NumPy, whose small operations cost a tenth of PyTorch's.
+    starts = np.cumsum([0, *lengths, tail])
+    ids = np.full(size, pad_id)
+    ids[: size - tail] = np.fromiter(itertools.chain(*texts), np.int64, size - tail)
+    targets = np.roll(ids, -1)
+    targets[starts[1:-1] - 1] = IGNORED
     targets[starts[-2] :] = IGNORED
-    # Padding stays at position 0: it may be longer than the positions that the model knows.
-    positions = torch.tensor([*itertools.chain(*map(range, lengths)), *[0] * tail])
+    positions = np.arange(size) - np.repeat(starts[:-1], [*lengths, tail])
+    positions[starts[-2] :] = 0  # of padding, which may be longer than the positions that the model knows
     return {
-        "ids": ids[None],
-        "targets": targets[None],
-        "positions": positions[None],
-        "starts": torch.tensor(starts, dtype=torch.int32),
+        "ids": torch.from_numpy(ids)[None],
+        "targets": torch.from_numpy(targets)[None],
+        "positions": torch.from_numpy(positions)[None],
+        "starts": torch.from_numpy(starts.astype(np.int32)),
         "longest": packed_longest([*lengths, tail], max_seq_len),
     }
 

@@ -113,7 +113,7 @@ class ChessTask(Task):
     @property
     def _chooses_attention(self) -> bool:
         """In a rank, that is, which has its GPU: a process that ranks are forked from must not touch one."""
-        return torch.cuda.is_initialized() and self._on_cuda and self._look.ours and not self.packs
+        return torch.cuda.is_initialized() and self._on_cuda and self._look.ours
 
     def _attention_shape(self, model: Any) -> Shape:
         training = self.config.training
@@ -126,7 +126,8 @@ class ChessTask(Task):
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
         texts = [sample.ids for sample in samples]
-        if self.packs and not samples[0].with_moves:
+        # Where there is nothing to pad, rows it is: their attention is faster.
+        if self.packs and not samples[0].with_moves and len({len(text) for text in texts}) > 1:
             return packed(texts, self.tokenizer.pad_id, self._tokenizer_options.max_seq_len)
         return {**padded(texts, self.tokenizer.pad_id), "games": samples if samples[0].with_moves else []}
 

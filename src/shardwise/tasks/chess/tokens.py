@@ -64,15 +64,17 @@ class MoveTokenizer:
         self.words = ["<pad>", "<bos>", "<eos>", *_every_uci_move()]
         self.size = len(self.words)
         self._ids = {word: index for index, word in enumerate(self.words)}
+        self._moves = {word: index for word, index in self._ids.items() if not word.startswith("<")}
 
     def encode(self, text: str, *, with_moves: bool) -> Encoded:
         words = text.split()
-        if with_moves or not all(_UCI.match(word) for word in words):
+        numbers = list(map(self._moves.get, words))
+        if with_moves or (None in numbers and not all(_UCI.match(word) for word in words)):
             words = [ply.move.uci() for ply in plies(text)]
-        try:
-            ids = [self._ids["<bos>"], *(self._ids[word] for word in words), self._ids["<eos>"]]
-        except KeyError as error:
-            raise ValueError(f"{error.args[0]!r} is not a move of chess") from None
+            numbers = list(map(self._moves.get, words))
+        if None in numbers:
+            raise ValueError(f"{words[numbers.index(None)]!r} is not a move of chess")
+        ids: list[Any] = [self.bos_id, *numbers, self.eos_id]
         moves = [chess.Move.from_uci(word) for word in words] if with_moves else []
         return Encoded(ids, moves, [(place + 1, place + 2) for place in range(len(moves))], with_moves)
 

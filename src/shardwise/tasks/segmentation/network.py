@@ -76,6 +76,18 @@ def network_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def network_regions(model: nn.Module) -> list[nn.Module]:
+    """A network of convolutions as a whole: its parts come in so many sizes that they would compile no faster each on its
+    own, and run slower. Where there is attention between windows, whose code is long, the convolutions around it."""
+    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+        return [model]
+    return [
+        block
+        for block in network_blocks(model)
+        if not any("attention" in type(module).__name__.lower() for module in block.modules())
+    ]
+
+
 def _kind(name: str) -> type[nn.Module]:
     networks = _networks()
     if name in networks:

@@ -19,7 +19,13 @@ from shardwise.errors import DataError
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.segmentation.check import Facts, check_subjects, read_grid
 from shardwise.tasks.segmentation.dice import dice_scores, predicted, sample_losses
-from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks
+from shardwise.tasks.segmentation.network import (
+    Shapes,
+    build_network,
+    check_network,
+    network_blocks,
+    network_regions,
+)
 from shardwise.tasks.segmentation.overlays import SUBJECTS, draw_overlays, overlay_row
 from shardwise.tasks.segmentation.subjects import Split, find_subjects, read_dataset_json
 from shardwise.tasks.segmentation.synthetic import make_synthetic
@@ -114,6 +120,9 @@ class SegmentationTask(Task):
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return network_blocks(model)
+
+    def regions(self, model: nn.Module) -> list[nn.Module]:
+        return network_regions(model)
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Training samples are lists of patches; validation volumes may differ in size, and stay apart then."""
