@@ -111,7 +111,9 @@ class CellEncoder(nn.Module):
 
     def _summed_loss(self, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
         targets, counted = targets_of(batch)
-        with self.head[-1].summing_up(torch.where(counted, targets, IGNORED)):
+        last = self.head[-1]
+        assert isinstance(last, LossHead)
+        with last.summing_up(torch.where(counted, targets, IGNORED)):
             return self.head(found)
 
     def _pooled(self, states: Tensor, real: Tensor) -> Tensor:
