@@ -40,16 +40,16 @@ def test_the_loss_is_the_sum_over_hidden_places_only(strategy: str) -> None:
     batch = task.train_data().read(np.arange(8), 0)
     model = task.build_model()
     predictions = model(batch).detach()
-    expected, place = 0.0, 0
-    for row in batch["targets"]:
-        for target in row[row >= 0]:
+    expected, places = 0.0, 0
+    for row, predicted in zip(batch["targets"], predictions, strict=True):
+        for place, target in enumerate(row[row >= 0]):
             if strategy == "continuous_projection":
-                expected += float((predictions[place, 0] - target) ** 2)
+                expected += float((predicted[place, 0] - target) ** 2)
             else:
-                expected -= float(F.log_softmax(predictions[place], dim=0)[int(target)])
-            place += 1
+                expected -= float(F.log_softmax(predicted[place], dim=0)[int(target)])
+            places += 1
     loss = task.loss(model, batch)
-    assert place == loss.count == task.count(batch) > 0
+    assert places == loss.count == task.count(batch) > 0
     torch.testing.assert_close(loss.sum, torch.tensor(expected))
 
 

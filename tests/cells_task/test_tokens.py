@@ -144,7 +144,7 @@ def test_no_expression_is_visible_under_a_mask() -> None:
         else:
             masked = batch["hidden"]
             assert masked.any() and (batch["values"][masked] == 0).all()
-        assert set(batch) == {*shown, "targets", "cells"}, "nothing else is handed to the model"
+        assert set(batch) == {*shown, "targets", "places", "cells"}, "nothing else is handed to the model"
 
 
 def test_a_rank_does_not_tell_a_hidden_expression() -> None:

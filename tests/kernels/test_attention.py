@@ -173,7 +173,7 @@ def test_pytorchs_ragged_kernel_is_called_as_each_version_wants_it(
     query, key, value = (torch.randn(18, heads, 8) for heads in (4, kv_heads, kv_heads))
     rows = (each.transpose(0, 1)[None] for each in (query, key, value))
     expected, _ = attention(torch.nn.Module(), *rows, None, scaling=0.3, cu_seq_lens_q=starts, max_length_q=16)
-    torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3), expected[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, True), expected[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("packs", [False, True])

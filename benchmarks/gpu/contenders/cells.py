@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from benchmarks.gpu.contenders import by_hand, with_lightning, with_shardwise
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import SEED, Contender, Options, Problem, Work, in_order, made
 from shardwise import DataBlock
 from shardwise.tasks.cells import CellsTask
+from shardwise.tasks.cells.layout import laid_out
 from shardwise.tasks.cells.model import CellEncoder
-from shardwise.tasks.cells.tokens import CLS, FIRST_GENE, MASK, NOT_HIDDEN, PAD, CellBatch
+from shardwise.tasks.cells.tokens import CLS, FIRST_GENE, MASK, NOT_HIDDEN, PAD, CellBatch, hidden_places
 
 MASKED = 0.15
 
@@ -146,7 +148,7 @@ class RandomCells(CellsTask):
         shape: dict[str, int]
 
     def prepare_data(self) -> None:
-        pass
+        self.measure_attention(self._shape.sequence)
 
     def train_data(self) -> Any:
         return random_cells(self.config.data.rows, self._shape)
@@ -154,9 +156,16 @@ class RandomCells(CellsTask):
     def valid_data(self) -> Any:
         return None
 
+    def collate(self, samples: list[CellBatch]) -> dict[str, Any]:
+        batch: CellBatch = default_collate(samples)
+        batch["places"] = torch.from_numpy(hidden_places(batch["targets"].numpy()))
+        return laid_out(batch, packs=self.packs, max_tokens=self._shape.sequence)
+
     def build_model(self) -> nn.Module:
-        shape = self._shape
-        return made(lambda: CellEncoder(self.config.model, self.config.tokenizer, shape.vocabulary, shape.sequence))
+        shape, config = self._shape, self.config
+        model = made(lambda: CellEncoder(config.model, config.tokenizer, shape.vocabulary, shape.sequence))
+        assert isinstance(model, CellEncoder)
+        return self.with_fast_attention(model, shape.sequence)
 
     @property
     def _shape(self) -> Shape:

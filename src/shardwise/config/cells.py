@@ -93,6 +93,11 @@ class CellsTokenizer(Block):
     max_genes: int | None = Field(None, ge=1, description="Like data.max_genes; the smaller of the two counts.")
     prepend_cls: bool = Field(True, description="Begin with a token for the whole cell.")
     num_bins: int = Field(50, ge=2, le=1000, description="binned_expression: bins of equal size among a cell's genes.")
+    packing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Lay the cells of a training micro-batch end to end instead of padding them to the longest; no cell sees "
+        "another. auto: on CUDA, where the strategy can.",
+    )
     masking: Masking = Field(default_factory=Masking, description="Which genes are hidden.")
 
 

@@ -61,6 +61,10 @@ class BatchedSamples(ABC):
     def take_apart(self, batch: Any, sizes: list[int]) -> list[Any]:
         """One such batch as several, of these sizes: each as `read` would have made it."""
 
+    def finish(self, batch: Any) -> Any:
+        """A micro-batch whose parts are together, as the model takes it. Default: as it is."""
+        return batch
+
     def order(self, seed: int) -> GlobalOrder:
         return GlobalOrder(len(self), seed)
 
@@ -191,7 +195,9 @@ class Reader:
         return micro
 
     def _joined(self, pieces: list[Any]) -> Any:
-        return self.samples.join(pieces) if isinstance(self.samples, BatchedSamples) and len(pieces) > 1 else pieces[0]
+        if not isinstance(self.samples, BatchedSamples):
+            return pieces[0]
+        return self.samples.finish(self.samples.join(pieces) if len(pieces) > 1 else pieces[0])
 
     def _taken_apart(self, sizes: tuple[int, ...], inputs: Any) -> list[Any]:
         if not isinstance(self.samples, BatchedSamples):
@@ -291,7 +297,7 @@ class StepLoader:
             if not whole:
                 return
             for micro in self.reader.micro_batches(whole, self.requests.asked.popleft()):
-                step.micro.append(micro.pin_memory() if self.pins and self.pieces > 1 else micro)
+                step.micro.append(micro.pin_memory() if self.pins else micro)  # what is pinned already stays as it is
                 step.wait += time.perf_counter() - began
                 if micro.request.last_of_step:
                     yield step

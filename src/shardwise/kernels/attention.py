@@ -1,4 +1,4 @@
-"""Causal attention of language models, through Transformers' attention interface.
+"""Attention: causal for language models, through Transformers' attention interface, or both ways for encoders.
 
 Texts come as the rows of a batch, or packed: laid end to end in one row, told apart by `cu_seq_lens_q`, where each begins.
 Packed attention never looks from one text into another. On CUDA in half precision PyTorch's kernel for sequences of
@@ -64,29 +64,43 @@ def attention(
     """[batch, heads, length, width] each; the answer is [batch, length, heads, width], as Transformers wants it."""
     starts = kwargs.get("cu_seq_lens_q")
     if starts is not None:
-        return _packed(query, key, value, starts, kwargs["max_length_q"], dropout, scaling), None
+        longest = kwargs["max_length_q"]
+        return attend_packed(query, key, value, starts, longest, causal=True, dropout=dropout, scaling=scaling), None
     backend = getattr(module, "attention_backend", None)
-    return _rows(query, key, value, attention_mask, dropout, scaling, backend).contiguous(), None
+    found = attend_rows(
+        query, key, value, attention_mask, causal=True, dropout=dropout, scaling=scaling, backend=backend
+    )
+    return found.contiguous(), None
 
 
-def _rows(
+def attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
+    """[batch, heads, length, width] each; the answer is [batch, length, heads, width]. A mask takes the place of `causal`."""
     grouped = query.shape[1] != key.shape[1]
     if grouped and not _takes_groups(query, value, mask, backend):
         key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
         grouped = False
     # In this order: compiled with sizes that change, the other way round it would not be a plain bool (torch 2.13).
-    causal = query.shape[2] > 1 and mask is None
+    looks_back = causal and query.shape[2] > 1 and mask is None
     with _preferring(backend):
         found = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=looks_back,
+            scale=scaling,
+            enable_gqa=grouped,
         )
     return found.transpose(1, 2)
 
@@ -105,15 +119,23 @@ def _preferring(backend: str | None) -> AbstractContextManager[Any]:
 # ---------------------------------------------------------------- packed
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, dropout: float, scaling: float | None
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    scaling: float | None = None,
 ) -> Tensor:
     """One row of texts, the n-th from starts[n] to starts[n + 1], none longer than `longest`."""
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))  # [tokens, heads, width]
     if _VARLEN is not None and _fits_varlen(query, value, dropout):
         dtype = _computes_in(query)
         narrow = (each.to(dtype) for each in (queries, keys, values))
-        return _VARLEN(*narrow, starts, longest, scaling)[None]
+        return _VARLEN(*narrow, starts, longest, scaling, causal)[None]
     tokens, texts = query.shape[2], starts.shape[0] - 1
     token = torch.arange(tokens, device=query.device)
     text = torch.searchsorted(starts, token, right=True, out_int32=False) - 1
@@ -124,7 +146,10 @@ def _packed(
         return rows.view(texts, longest, *each.shape[1:]).transpose(1, 2)
 
     # What is left empty lies to the right of every text, where causal attention does not look.
-    found = _rows(as_rows(queries), as_rows(keys), as_rows(values), None, dropout, scaling)
+    mask = None if causal else (torch.arange(longest, device=query.device) < starts.diff()[:, None])[:, None, None]
+    found = attend_rows(
+        as_rows(queries), as_rows(keys), as_rows(values), mask, causal=causal, dropout=dropout, scaling=scaling
+    )
     return found.reshape(texts * longest, *found.shape[2:]).index_select(0, place)[None]
 
 
@@ -151,13 +176,15 @@ def _varlen() -> Callable[..., Tensor] | None:
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    says_window = "window_size" in known
     takes_scale, takes_groups = "scale" in known, "enable_gqa" in known
 
     def varlen(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None, causal: bool
     ) -> Tensor:
-        options: dict[str, Any] = dict(causal)
+        options: dict[str, Any] = {}
+        if causal:
+            options |= {"window_size": (-1, 0)} if says_window else {"is_causal": True}
         if takes_scale:
             options["scale"] = scaling
         elif scaling is not None:

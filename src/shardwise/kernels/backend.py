@@ -30,7 +30,7 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """Of causal attention in training."""
+    """Of attention in training."""
 
     batch: int
     heads: int
@@ -38,9 +38,11 @@ class Shape:
     length: int
     head_dim: int
     dtype: torch.dtype
+    causal: bool = True
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.heads}/{self.kv_heads}x{self.length}x{self.head_dim} {self.dtype}"
+        sizes = f"{self.batch}x{self.heads}/{self.kv_heads}x{self.length}x{self.head_dim} {self.dtype}"
+        return sizes if self.causal else f"{sizes} both ways"
 
 
 def in_order(name: str) -> list[SDPBackend]:
@@ -79,7 +81,7 @@ def _measure(shape: Shape, name: str) -> float | None:
     def once() -> None:
         with sdpa_kernel(BACKENDS[name]):
             found = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=kv_heads != shape.heads
+                query, key, value, is_causal=shape.causal, enable_gqa=kv_heads != shape.heads
             )
         torch.autograd.grad(found, (query, key, value), gradient)
 

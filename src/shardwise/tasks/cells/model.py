@@ -18,7 +18,12 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 from shardwise.config.cells import CellsModel, CellsTokenizer
+from shardwise.kernels.attention import attend_packed, attend_rows
+from shardwise.kernels.head import LossHead
 from shardwise.tasks.cells.tokens import CLS, FIRST_BIN, FIRST_GENE, PAD
+
+IGNORED = -100
+"""The target that LossHead leaves out."""
 
 
 class CellEncoder(nn.Module):
@@ -46,7 +51,8 @@ class CellEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         outputs = {"rank_value": genes, "binned_expression": tokenizer.num_bins, "continuous_projection": 1}
-        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, outputs[self.strategy]))
+        last = nn.Linear if self.strategy == "continuous_projection" else LossHead
+        self.head = nn.Sequential(nn.Linear(width, width), nn.GELU(), last(width, outputs[self.strategy]))
         self._initialize()
 
     def _initialize(self) -> None:
@@ -58,19 +64,22 @@ class CellEncoder(nn.Module):
         if self.strategy == "continuous_projection":
             nn.init.normal_(self.hidden, std=len(self.hidden) ** -0.5)
 
-    def forward(self, batch: Mapping[str, Tensor], *, want: str = "predictions") -> Tensor:
-        """`predictions` at the hidden places, in the order of the tokens; or one `embedding` per cell."""
+    def forward(self, batch: Mapping[str, Any], *, want: str = "predictions") -> Tensor:
+        """`predictions` at the hidden places: a row per cell, in the order of the tokens, with something that is no prediction
+        where `places` says so; the summed `loss` of them; or one `embedding` per cell."""
         states, real = self._states(batch)
         if want == "embedding":
             return self._pooled(states, real)
-        return self.head(states[batch["targets"] >= 0]).float()
+        found = self._at_places(states, batch["places"])
+        return self._summed_loss(found, batch) if want == "loss" else self.head(found).float()
 
-    def _states(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         genes = batch["genes"]
         real = genes != PAD
         states = self.genes(genes)
         if self.strategy == "rank_value":
-            states = states + self.ranks.weight[: genes.shape[1]]
+            packed = "positions" in batch
+            states = states + (self.ranks(batch["positions"]) if packed else self.ranks.weight[: genes.shape[1]])
         elif self.strategy == "binned_expression":
             states = states + self.bins(batch["bins"])
         else:
@@ -81,12 +90,30 @@ class CellEncoder(nn.Module):
                 states + torch.where(batch["hidden"].unsqueeze(-1), self.hidden.to(states.dtype), shown) * has_value
             )
         states = self.dropout(states)
+        if "starts" in batch:
+            for block in self.blocks:
+                states = block(states, None, batch["starts"], batch["longest"])
+            return self.norm(states), real
         padding = -genes.shape[1] % self.length_multiple
-        mask = F.pad(real, (0, padding))[:, None, None, :]
+        mask = None if batch.get("full") and not padding else _seen(real, padding)
         states = F.pad(states, (0, 0, 0, padding))
         for block in self.blocks:
             states = block(states, mask)
         return self.norm(states)[:, : genes.shape[1]], real
+
+    def _at_places(self, states: Tensor, places: Tensor) -> Tensor:
+        rows = torch.arange(len(places), device=places.device)[:, None] * states.shape[1]
+        # Where there is no place, the first token is as good as any.
+        chosen = states.flatten(0, 1).index_select(0, (rows + places.clamp(min=0)).flatten())
+        return chosen.unflatten(0, places.shape)
+
+    def _summed_loss(self, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        targets, counted = targets_of(batch)
+        last = self.head[-1]
+        if not isinstance(last, LossHead):
+            return squared_error(self.head(found).float(), targets, counted)
+        with last.summing_up(torch.where(counted, targets, IGNORED)):
+            return self.head(found)
 
     def _pooled(self, states: Tensor, real: Tensor) -> Tensor:
         if self.pooling == "cls":
@@ -95,7 +122,29 @@ class CellEncoder(nn.Module):
         return (states.float() * weight).sum(dim=1) / weight.sum(dim=1).clamp(min=1)
 
 
+def targets_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """What stands at the hidden places, gene or bin numbers, or expressions; and which of `places` there are."""
+    places = batch["places"]
+    targets = batch["targets"].gather(1, places.clamp(min=0))
+    return targets if targets.is_floating_point() else targets.long(), places >= 0
+
+
+def squared_error(predictions: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+    return (torch.where(counted, predictions.squeeze(-1) - targets, 0.0) ** 2).sum()
+
+
+def _seen(real: Tensor, padding: int) -> Tensor:
+    """The mask of attention. A cell without any token sees its first padding: where nothing is seen, there are no numbers."""
+    seen = F.pad(real, (0, padding))
+    seen[:, 0] = True
+    return seen[:, None, None, :]
+
+
 class EncoderBlock(nn.Module):
+    is_causal = False
+    attention_backend: str | None = None
+    """Which of PyTorch's kernels attends where no mask is needed; None: as PyTorch chooses."""
+
     def __init__(self, width: int, heads: int, ffn: int, dropout: float) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -107,16 +156,21 @@ class EncoderBlock(nn.Module):
         self.ffn = nn.Sequential(nn.Linear(width, ffn), nn.GELU(), nn.Linear(ffn, width))
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        states = states + self.drop(self._attend(self.norm_attention(states), mask))
+    def forward(self, states: Tensor, mask: Tensor | None, starts: Tensor | None = None, longest: int = 0) -> Tensor:
+        """`mask`: which tokens of a row are seen, None: all. `starts`: one row of cells, none with more than `longest` tokens."""
+        states = states + self.drop(self._attend(self.norm_attention(states), mask, starts, longest))
         return states + self.drop(self.ffn(self.norm_ffn(states)))
 
-    def _attend(self, states: Tensor, mask: Tensor) -> Tensor:
+    def _attend(self, states: Tensor, mask: Tensor | None, starts: Tensor | None, longest: int) -> Tensor:
         # Head by head, so that ranks which share the matrix (strategy tensor) have whole heads each.
         projected: Any = self.queries_keys_values(states).unflatten(-1, (-1, 3, self.head_width))
         queries, keys, values = projected.permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        if starts is not None:
+            mixed = attend_packed(queries, keys, values, starts, longest, causal=False)
+        else:
+            backend = self.attention_backend if mask is None else None
+            mixed = attend_rows(queries, keys, values, mask, causal=False, backend=backend)
+        return self.output(mixed.flatten(2))
 
 
 def split_encoder(model: CellEncoder, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:

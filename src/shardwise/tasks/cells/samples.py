@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, GlobalOrder
 from shardwise.data.stream import StreamOrder
+from shardwise.tasks.cells.layout import laid_out
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows
 from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, join_batches, split_batch
 
@@ -44,6 +45,13 @@ class Split:
 
 
 class CellSamples(BatchedSamples):
+    tokenizer: CellTokenizer
+    packs = False
+    """Whether the cells of a micro-batch lie end to end."""
+
+    def finish(self, batch: CellBatch) -> dict[str, Any]:
+        return laid_out(batch, packs=self.packs, max_tokens=self.tokenizer.max_tokens)
+
     def join(self, parts: list[CellBatch]) -> CellBatch:
         return join_batches(parts)
 

@@ -16,13 +16,22 @@ from torch.nn import functional as F
 from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.data import BatchedSamples
 from shardwise.errors import ConfigError
+from shardwise.kernels.attention import prefer_backend
+from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
-from shardwise.tasks.cells.model import CellEncoder, split_encoder
+from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, squared_error, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
-from shardwise.tasks.cells.samples import CellsInMemory, StreamedCells
-from shardwise.tasks.cells.tokens import CellBatch, CellTokenizer, revealed
+from shardwise.tasks.cells.samples import CellSamples, CellsInMemory, StreamedCells
+from shardwise.tasks.cells.tokens import NO_PLACE, CellBatch, CellTokenizer, revealed
+from shardwise.tasks.packing import (
+    computes_in,
+    decide_packing,
+    measured_attention,
+    on_cuda,
+    strategy_against_packing,
+)
 
 DEFAULT_MAX_GENES = 2048
 STUDIED_CELLS = 5000
@@ -41,12 +50,49 @@ class CellsTask(Task):
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
         check_values(corpus)
+        tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
-            f"{'counts' if corpus.counts else 'normalised already'}; {self._tokenizer(corpus).max_genes} genes per cell at most"
+            f"{'counts' if corpus.counts else 'normalised already'}; {tokenizer.max_genes} genes per cell at most"
+        )
+        self.measure_attention(tokenizer.max_tokens)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether the cells of a training micro-batch lie end to end, where they are not equally long anyway. Follows from the
+        config and the kind of device alone, so that ranks and loader workers agree."""
+        return decide_packing(
+            self._tokens.packing,
+            cuda=on_cuda(self.config.training),
+            problem=lambda: strategy_against_packing(self.config, "cell"),
         )
 
+    def measure_attention(self, length: int) -> None:
+        """Which attention is fastest is measured by one rank of a machine, before any other asks."""
+        if self._chooses_attention:
+            fastest_backend(self._attention_shape(length), measured_attention())
+
+    def with_fast_attention(self, model: CellEncoder, length: int) -> CellEncoder:
+        if self._chooses_attention:
+            prefer_backend(model, remembered_backend(self._attention_shape(length), measured_attention()))
+        return model
+
+    @property
+    def _chooses_attention(self) -> bool:
+        """In a rank, that is, which has its GPU: a process that ranks are forked from must not touch one."""
+        return torch.cuda.is_initialized() and on_cuda(self.config.training)
+
+    def _attention_shape(self, length: int) -> Shape:
+        training, heads = self.config.training, self._network.num_heads
+        width = self._network.hidden_dim // heads
+        return Shape(training.batch_size, heads, heads, length, width, computes_in(training), causal=False)
+
     def train_data(self) -> BatchedSamples:
+        data = self._training_cells()
+        data.packs = self.packs
+        return data
+
+    def _training_cells(self) -> CellSamples:
         corpus, data = self._corpus, self._data
         tokenizer = self._tokenizer(corpus)
         if data.streaming:
@@ -69,7 +115,8 @@ class CellsTask(Task):
 
     def build_model(self) -> nn.Module:
         tokenizer = self._tokenizer(self._corpus)
-        return CellEncoder(self._network, self._tokens, tokenizer.genes, tokenizer.max_tokens)
+        model = CellEncoder(self._network, self._tokens, tokenizer.genes, tokenizer.max_tokens)
+        return self.with_fast_attention(model, tokenizer.max_tokens)
 
     def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any]:
         heads = self._network.num_heads
@@ -82,18 +129,24 @@ class CellsTask(Task):
 
     def count(self, batch: CellBatch) -> int:
         # In NumPy: PyTorch would wake all its threads for a few thousand numbers.
-        return int(np.count_nonzero(batch["targets"].numpy() >= 0))
+        return int(np.count_nonzero(batch["places"].numpy() != NO_PLACE))
 
     def loss(self, model: nn.Module, batch: CellBatch) -> Loss:
-        return self._loss(model(batch), _targets(batch))
+        # A sum, as strategy dp gives the loss of each device.
+        return Loss(model(batch, want="loss").sum(), _count(batch))
 
     def evaluate(self, model: nn.Module, batch: CellBatch) -> dict[str, Loss | Rows]:
-        predictions, targets = model(batch), _targets(batch)
-        results: dict[str, Loss | Rows] = {"loss": self._loss(predictions, targets)}
+        predictions, count = model(batch), _count(batch)
+        targets, counted = targets_of(batch)
+        results: dict[str, Loss | Rows] = {}
         if self._tokens.strategy == "continuous_projection":
-            results["masked_error"] = Loss((predictions.squeeze(-1) - targets).abs().sum(), len(targets))
+            results["loss"] = Loss(squared_error(predictions, targets, counted), count)
+            error = torch.where(counted, predictions.squeeze(-1) - targets, 0.0)
+            results["masked_error"] = Loss(error.abs().sum(), count)
         else:
-            results["masked_accuracy"] = Loss((predictions.argmax(dim=-1) == targets).sum(), len(targets))
+            flat = torch.where(counted, targets, IGNORED).flatten()
+            results["loss"] = Loss(F.cross_entropy(predictions.flatten(0, 1), flat, reduction="sum"), count)
+            results["masked_accuracy"] = Loss(((predictions.argmax(dim=-1) == targets) & counted).sum(), count)
         if "labels" in batch:
             embedding = model(revealed(batch), want="embedding")
             results["cells"] = Rows(batch["cells"], {"embedding": embedding, "label": batch["labels"]})
@@ -162,13 +215,7 @@ class CellsTask(Task):
         limit = self._tokenizer(self._corpus).max_genes
         return float(np.minimum(rows.lengths, limit).mean()) + self._tokens.prepend_cls
 
-    def _loss(self, predictions: Tensor, targets: Tensor) -> Loss:
-        if self._tokens.strategy == "continuous_projection":
-            return Loss(F.mse_loss(predictions.squeeze(-1), targets, reduction="sum"), len(targets))
-        return Loss(F.cross_entropy(predictions, targets, reduction="sum"), len(targets))
 
-
-def _targets(batch: CellBatch) -> Tensor:
-    """What stands at the hidden places: gene or bin numbers, or expressions."""
-    chosen = batch["targets"][batch["targets"] >= 0]
-    return chosen if chosen.is_floating_point() else chosen.long()
+def _count(batch: CellBatch) -> Tensor:
+    """Of the hidden places, where they are: nobody waits for it."""
+    return (batch["places"] != NO_PLACE).sum()

@@ -23,12 +23,15 @@ from torch import Tensor
 from shardwise.config.cells import CellsTokenizer
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import places_of, random_bits
+from shardwise.kernels.sizes import packed_size
 from shardwise.tasks.cells.rows import Ints, SparseRows
 
 PAD, CLS, MASK, FIRST_GENE = range(4)
 NO_BIN, HIDDEN_BIN, FIRST_BIN = range(3)
 NOT_HIDDEN = -1
 """In `targets`: nothing is to be predicted here. Bins, genes and expressions are never negative."""
+NO_PLACE = -1
+"""In `places`, which says for every cell where something is hidden: here is no further place."""
 
 CellBatch = dict[str, Tensor]
 
@@ -49,7 +52,7 @@ class CellTokenizer:
         return self.max_genes + self.options.prepend_cls
 
     def encode(self, rows: SparseRows, cells: Ints, epoch: int) -> CellBatch:
-        """Tensors of a row per cell, padded on the right. `cells` says which cells these are."""
+        """Tensors of a row per cell, padded on the right. `cells` says which cells these are. `places`: see hidden_places."""
         table = self._sorted(rows, cells)
         chosen = self._choose(table, cells, epoch)
         return self._shown(table, chosen) | {"cells": torch.from_numpy(cells)}
@@ -130,10 +133,17 @@ class CellTokenizer:
             columns |= {"values": (values, 0), "hidden": (hidden, 0)}
         columns["targets"] = (targets, NOT_HIDDEN)
         if self.options.prepend_cls:
-            columns = {name: (_with_first(array, first), first) for name, (array, first) in columns.items()}
-        return {name: torch.from_numpy(array) for name, (array, _) in columns.items()}
+            shown = {name: _with_first(array, first) for name, (array, first) in columns.items()}
+        elif genes.shape[1]:
+            shown = {name: array for name, (array, _) in columns.items()}
+        else:  # no cell has a gene: one token of padding, as there must be something to compute on
+            shown = {name: _with_first(array, _FILLING.get(name, 0)) for name, (array, _) in columns.items()}
+        shown["places"] = hidden_places(shown["targets"])
+        return {name: torch.from_numpy(array) for name, array in shown.items()}
 
 
+_FILLING = {"targets": NOT_HIDDEN, "places": NO_PLACE}
+"""What stands where a row has nothing; elsewhere it is 0."""
 _HALF = np.uint64(32)
 _PADDING = np.uint64(0xFFFFFFFFFFFFFFFF)
 """Sorts behind everything else."""
@@ -211,6 +221,20 @@ def _with_first(array: NDArray[Any], first: int) -> NDArray[Any]:
     return wider
 
 
+def hidden_places(targets: NDArray[Any]) -> Ints:
+    """For every row, where something is to be predicted, then NO_PLACE: known on the host, so that nobody waits for a device
+    to count them. One place more than any row needs, at least, and few different widths."""
+    row, column = np.nonzero(targets >= 0)
+    number = np.bincount(row, minlength=len(targets))
+    places = np.full((len(targets), _width_of(number)), NO_PLACE, np.int64)
+    places[np.arange(places.shape[1]) < number[:, None]] = column
+    return places
+
+
+def _width_of(hidden: Ints) -> int:
+    return packed_size([int(hidden.max(initial=0))])
+
+
 def revealed(batch: CellBatch) -> CellBatch:
     """The same cells with nothing hidden."""
     targets = batch["targets"]
@@ -228,19 +252,19 @@ def join_batches(parts: Sequence[CellBatch]) -> CellBatch:
     """Batches of different width as one. In NumPy, whose small operations cost a tenth of PyTorch's."""
     if len(parts) == 1:
         return parts[0]
-    width = max(part["genes"].shape[1] for part in parts)
     joined: dict[str, NDArray[Any]] = {}
     for name in parts[0]:
         arrays = [part[name].numpy() for part in parts]
         if arrays[0].ndim == 1:
             joined[name] = np.concatenate(arrays)
             continue
+        width = max(array.shape[1] for array in arrays)
         whole = joined[name] = np.empty((sum(map(len, arrays)), width), arrays[0].dtype)
         row = 0
         for array in arrays:
             rows, columns = array.shape
             whole[row : row + rows, :columns] = array
-            whole[row : row + rows, columns:] = NOT_HIDDEN if name == "targets" else 0
+            whole[row : row + rows, columns:] = _FILLING.get(name, 0)
             row += rows
     return {name: torch.from_numpy(array) for name, array in joined.items()}
 
@@ -251,13 +275,13 @@ def split_batch(batch: CellBatch, sizes: list[int]) -> list[CellBatch]:
         return [batch]
     arrays = {name: tensor.numpy() for name, tensor in batch.items()}
     lengths = np.count_nonzero(arrays["genes"] != PAD, axis=1)
+    hidden = np.count_nonzero(arrays["places"] != NO_PLACE, axis=1)
     parts = []
     for first, last in itertools.pairwise(np.cumsum([0, *sizes]).tolist()):
-        width = int(lengths[first:last].max(initial=0))
-        parts.append(
-            {
-                name: torch.from_numpy(array[first:last] if array.ndim == 1 else array[first:last, :width])
-                for name, array in arrays.items()
-            }
-        )
+        tokens, places = int(lengths[first:last].max(initial=1)), _width_of(hidden[first:last])
+        part = {}
+        for name, array in arrays.items():
+            width = places if name == "places" else tokens
+            part[name] = torch.from_numpy(array[first:last] if array.ndim == 1 else array[first:last, :width])
+        parts.append(part)
     return parts

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwise.kernels.sizes import packed_longest, packed_size
+
 IGNORED = -100
 """The target of a token that predicts nothing."""
-PARTS = 64
-"""A packed row is at most about one such part longer than its games."""
 
 
 def padded(texts: Sequence[list[int]], pad_id: int) -> dict[str, Any]:
@@ -45,29 +45,16 @@ def packed(texts: Sequence[list[int]], pad_id: int, max_seq_len: int) -> dict[st
     targets[starts[-2] :] = IGNORED
     positions = np.arange(size) - np.repeat(starts[:-1], [*lengths, tail])
     positions[starts[-2] :] = 0  # of padding, which may be longer than the positions that the model knows
-    longest = max(*lengths, tail)
     return {
         "ids": torch.from_numpy(ids)[None],
         "targets": torch.from_numpy(targets)[None],
         "positions": torch.from_numpy(positions)[None],
         "starts": torch.from_numpy(starts.astype(np.int32)),
-        # Few different numbers, as compiled code is made for each.
-        "longest": max(longest, min(_power_of_two_above(longest), max_seq_len)),
+        "longest": packed_longest([*lengths, tail], max_seq_len),
     }
-
-
-def packed_size(lengths: Sequence[int]) -> int:
-    """Of the row: more than all games together, and few different ones, as compiled code is made for each."""
-    tokens = sum(lengths)
-    step = min(256, max(8, 1 << max(0, (tokens // PARTS).bit_length() - 1)))
-    return (tokens // step + 1) * step
 
 
 def padding_share(lengths: Sequence[int], *, packs: bool) -> float:
     """How much of what the model computes on is padding, in a micro-batch of games of these lengths."""
     size = packed_size(lengths) if packs else len(lengths) * max(lengths)
     return 1 - sum(lengths) / size
-
-
-def _power_of_two_above(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
-from shardwise.data.cache import cache_folder
-from shardwise.errors import ConfigError, DataError
+from shardwise.errors import DataError
 from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.kernels.head import summed_loss, use_loss_head
@@ -29,6 +28,13 @@ from shardwise.tasks.chess.model import (
     split_language_model,
 )
 from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
+from shardwise.tasks.packing import (
+    computes_in,
+    decide_packing,
+    measured_attention,
+    on_cuda,
+    strategy_against_packing,
+)
 
 POSITIONS_PER_GAME = 4
 """Positions at which the first choice is decoded when a move takes several tokens; one-token moves are all checked."""
@@ -60,21 +66,11 @@ class ChessTask(Task):
     def packs(self) -> bool:
         """Whether the games of a training micro-batch lie end to end. Follows from the config and the kind of device alone, so
         that ranks and loader workers agree."""
-        wanted = self._tokenizer_options.packing
-        if wanted is False or (wanted == "auto" and not self._on_cuda):
-            return False
-        problem = self._against_packing()
-        if wanted is True and problem:
-            raise ConfigError(f"tokenizer.packing: true, but {problem}. Leave it out, or set it to false")
-        return not problem
+        return decide_packing(self._tokenizer_options.packing, cuda=self._on_cuda, problem=self._against_packing)
 
     def _against_packing(self) -> str:
-        training = self.config.training
-        strategy = self.config.strategy_on(1)
-        if strategy in ("dp", "pipeline"):
-            return f"strategy {strategy} cuts a micro-batch along its rows, and packed games are one row"
-        if strategy == "tensor" and training.tensor is not None and training.tensor.sequence_parallel:
-            return "training.tensor.sequence_parallel cuts the rows themselves, in the middle of a game"
+        if problem := strategy_against_packing(self.config, "game"):
+            return problem
         if not self._look.packs:
             kind = self._model_options.name or self._model_options.architecture
             return f"the model {kind} cannot tell packed games apart: {self._look.why_not}"
@@ -82,8 +78,7 @@ class ChessTask(Task):
 
     @property
     def _on_cuda(self) -> bool:
-        device = self.config.training.device
-        return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        return on_cuda(self.config.training)
 
     @cached_property
     def _look(self) -> Look:
@@ -94,7 +89,7 @@ class ChessTask(Task):
         if self._chooses_attention:
             with torch.device("meta"):
                 model = self._build()
-            fastest_backend(self._attention_shape(model), _measured_attention())
+            fastest_backend(self._attention_shape(model), measured_attention())
 
     def train_data(self) -> _Games:
         _ = self.packs  # known before loader workers are forked, and refused before anything else is done
@@ -106,7 +101,7 @@ class ChessTask(Task):
     def build_model(self) -> nn.Module:
         model = self._build()
         if self._chooses_attention:
-            prefer_backend(model, remembered_backend(self._attention_shape(model), _measured_attention()))
+            prefer_backend(model, remembered_backend(self._attention_shape(model), measured_attention()))
         use_loss_head(model)
         return model
 
@@ -122,8 +117,8 @@ class ChessTask(Task):
 
     def _attention_shape(self, model: Any) -> Shape:
         training = self.config.training
-        dtype = {"32-true": torch.float32, "16-mixed": torch.float16}.get(training.precision, torch.bfloat16)
-        return attention_shape(model.config, training.batch_size, self._tokenizer_options.max_seq_len, dtype)
+        length = self._tokenizer_options.max_seq_len
+        return attention_shape(model.config, training.batch_size, length, computes_in(training))
 
     def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any] | None:
         self._length_multiple = ranks if sequence_parallel else 1
@@ -272,10 +267,6 @@ class _Games:
             raise DataError(f"game {index} has fewer than two tokens, so there is nothing to predict: {text[:60]!r}")
         kept = sum(last <= len(ids) for _, last in encoded.spans)
         return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept], self.with_moves)
-
-
-def _measured_attention() -> Path:
-    return cache_folder() / "attention.json"
 
 
 def _moves(games: list[Encoded]) -> list[tuple[int, chess.Move, tuple[int, int]]]:
