@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import torch
 
 from shardwise.kernels import attention as kernels
 from shardwise.kernels import backend
-from shardwise.kernels.attention import NAME, attention, look_at_attention, prefer_backend, register_attention
+from shardwise.kernels.attention import (
+    NAME,
+    attend_packed,
+    attention,
+    look_at_attention,
+    prefer_backend,
+    register_attention,
+)
 from shardwise.kernels.backend import BACKENDS, Shape, fastest_backend, remembered_backend
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50, "intermediate_size": 64,
@@ -84,6 +92,18 @@ def test_a_look_leaves_the_model_and_the_generator_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_texts_that_look_both_ways_attend_as_each_would_alone(dtype: torch.dtype) -> None:
+    starts = torch.tensor([0, 5, 5, 17, 20], dtype=torch.int32)  # the second is empty
+    query, key, value = (torch.randn(1, 4, 20, 8, dtype=dtype) for _ in range(3))
+    found = attend_packed(query, key, value, starts, 16, causal=False)
+    for first, last in ((0, 5), (5, 17), (17, 20)):
+        rows = (each[:, :, first:last] for each in (query, key, value))
+        alone = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(1, 2)
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found[:, first:last], alone, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_texts_attend_as_each_would_alone(kv_heads: int, dtype: torch.dtype) -> None:
@@ -112,8 +132,8 @@ def _2_10(
     is_causal: bool = False,
     return_aux: Any = None,
 ) -> Any:
-    assert is_causal and q.shape[1] == k.shape[1]
-    return _each(q, k, v, cu_q, max_q, q.shape[-1] ** -0.5)
+    assert q.shape[1] == k.shape[1]
+    return _each(q, k, v, cu_q, max_q, q.shape[-1] ** -0.5, is_causal)
 
 
 def _2_11(
@@ -129,8 +149,8 @@ def _2_11(
     scale: Any = None,
     window_size: Any = (-1, -1),
 ) -> Any:
-    assert window_size == (-1, 0) and q.shape[1] == k.shape[1]
-    return _each(q, k, v, cu_q, max_q, scale)
+    assert q.shape[1] == k.shape[1]
+    return _each(q, k, v, cu_q, max_q, scale, _CAUSAL[window_size])
 
 
 def _2_12(
@@ -147,33 +167,45 @@ def _2_12(
     window_size: Any = (-1, -1),
     enable_gqa: bool = False,
 ) -> Any:
-    assert window_size == (-1, 0) and enable_gqa == (q.shape[1] != k.shape[1])
-    return _each(q, k, v, cu_q, max_q, scale)
+    assert enable_gqa == (q.shape[1] != k.shape[1])
+    return _each(q, k, v, cu_q, max_q, scale, _CAUSAL[window_size])
 
 
-def _each(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: Any, longest: int, scale: float) -> Any:
+_CAUSAL = {(-1, 0): True, (-1, -1): False}
+
+
+def _each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: Any,
+    longest: int,
+    scale: float,
+    causal: bool,
+) -> Any:
     """One text after the other."""
     found = []
     for first, last in itertools.pairwise(starts.tolist()):
         assert last - first <= longest
         rows = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
-        alone = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True, scale=scale, enable_gqa=True)
+        alone = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=causal, scale=scale, enable_gqa=True)
         found.append(alone[0].transpose(0, 1))
     return torch.cat(found)
 
 
 @pytest.mark.parametrize("version", [_2_10, _2_11, _2_12])
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
 def test_pytorchs_ragged_kernel_is_called_as_each_version_wants_it(
-    monkeypatch: pytest.MonkeyPatch, version: Any, kv_heads: int
+    monkeypatch: pytest.MonkeyPatch, version: Any, kv_heads: int, causal: bool
 ) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", version)
     kernel: Any = kernels._varlen()
     starts = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
     query, key, value = (torch.randn(18, heads, 8) for heads in (4, kv_heads, kv_heads))
     rows = (each.transpose(0, 1)[None] for each in (query, key, value))
-    expected, _ = attention(torch.nn.Module(), *rows, None, scaling=0.3, cu_seq_lens_q=starts, max_length_q=16)
-    torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, True), expected[0], rtol=0, atol=1e-6)
+    expected = attend_packed(*rows, starts, 16, causal=causal, scaling=0.3)
+    torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, causal), expected[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -206,7 +238,9 @@ def test_the_fastest_kernel_is_measured_once_and_remembered(tmp_path: Path, monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
     times["cudnn"] = 0.5
     assert fastest_backend(shape, file) == "cudnn"
-    assert len(json.loads(file.read_text())) == 2
+    times["efficient"] = 0.1
+    assert fastest_backend(replace(shape, causal=False), file) == "efficient", "both ways is another shape"
+    assert len(json.loads(file.read_text())) == 3
 
 
 def test_a_file_that_is_damaged_or_cannot_be_written_is_no_trouble(

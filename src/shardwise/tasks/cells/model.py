@@ -66,12 +66,13 @@ class CellEncoder(nn.Module):
 
     def forward(self, batch: Mapping[str, Any], *, want: str = "predictions") -> Tensor:
         """`predictions` at the hidden places: a row per cell, in the order of the tokens, with something that is no prediction
-        where `places` says so; the summed `loss` of them; or one `embedding` per cell."""
+        where `places` says so; the summed `loss` of those that choose between genes or bins, a row of one; or one `embedding` per
+        cell."""
         states, real = self._states(batch)
         if want == "embedding":
             return self._pooled(states, real)
         found = self._at_places(states, batch["places"])
-        return self._summed_loss(found, batch) if want == "loss" else self.head(found).float()
+        return self._summed_loss(found, batch)[None] if want == "loss" else self.head(found).float()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         genes = batch["genes"]
@@ -96,7 +97,8 @@ class CellEncoder(nn.Module):
             return self.norm(states), real
         padding = -genes.shape[1] % self.length_multiple
         mask = None if batch.get("full") and not padding else _seen(real, padding)
-        states = F.pad(states, (0, 0, 0, padding))
+        if padding:  # by nothing, it would be copied all the same
+            states = F.pad(states, (0, 0, 0, padding))
         for block in self.blocks:
             states = block(states, mask)
         return self.norm(states)[:, : genes.shape[1]], real
@@ -110,8 +112,7 @@ class CellEncoder(nn.Module):
     def _summed_loss(self, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
         targets, counted = targets_of(batch)
         last = self.head[-1]
-        if not isinstance(last, LossHead):
-            return squared_error(self.head(found).float(), targets, counted)
+        assert isinstance(last, LossHead)
         with last.summing_up(torch.where(counted, targets, IGNORED)):
             return self.head(found)
 
@@ -127,10 +128,6 @@ def targets_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     places = batch["places"]
     targets = batch["targets"].gather(1, places.clamp(min=0))
     return targets if targets.is_floating_point() else targets.long(), places >= 0
-
-
-def squared_error(predictions: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    return (torch.where(counted, predictions.squeeze(-1) - targets, 0.0) ** 2).sum()
 
 
 def _seen(real: Tensor, padding: int) -> Tensor:

@@ -21,7 +21,7 @@ from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
-from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, squared_error, targets_of
+from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
 from shardwise.tasks.cells.samples import CellSamples, CellsInMemory, StreamedCells
 from shardwise.tasks.cells.tokens import NO_PLACE, CellBatch, CellTokenizer, revealed
@@ -132,18 +132,19 @@ class CellsTask(Task):
         return int(np.count_nonzero(batch["places"].numpy() != NO_PLACE))
 
     def loss(self, model: nn.Module, batch: CellBatch) -> Loss:
+        if self._tokens.strategy == "continuous_projection":
+            return Loss((_errors(model(batch), batch) ** 2).sum(), _count(batch))
         # A sum, as strategy dp gives the loss of each device.
         return Loss(model(batch, want="loss").sum(), _count(batch))
 
     def evaluate(self, model: nn.Module, batch: CellBatch) -> dict[str, Loss | Rows]:
         predictions, count = model(batch), _count(batch)
-        targets, counted = targets_of(batch)
         results: dict[str, Loss | Rows] = {}
         if self._tokens.strategy == "continuous_projection":
-            results["loss"] = Loss(squared_error(predictions, targets, counted), count)
-            error = torch.where(counted, predictions.squeeze(-1) - targets, 0.0)
-            results["masked_error"] = Loss(error.abs().sum(), count)
+            errors = _errors(predictions, batch)
+            results |= {"loss": Loss((errors**2).sum(), count), "masked_error": Loss(errors.abs().sum(), count)}
         else:
+            targets, counted = targets_of(batch)
             flat = torch.where(counted, targets, IGNORED).flatten()
             results["loss"] = Loss(F.cross_entropy(predictions.flatten(0, 1), flat, reduction="sum"), count)
             results["masked_accuracy"] = Loss(((predictions.argmax(dim=-1) == targets) & counted).sum(), count)
@@ -219,3 +220,9 @@ class CellsTask(Task):
 def _count(batch: CellBatch) -> Tensor:
     """Of the hidden places, where they are: nobody waits for it."""
     return (batch["places"] != NO_PLACE).sum()
+
+
+def _errors(predictions: Tensor, batch: CellBatch) -> Tensor:
+    """Of expressions, at the hidden places. Not in the model: sharded, it would narrow them with its other inputs."""
+    targets, counted = targets_of(batch)
+    return torch.where(counted, predictions.squeeze(-1) - targets, 0.0)
