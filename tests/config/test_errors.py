@@ -65,7 +65,7 @@ def test_a_key_like_no_other_is_answered_with_the_keys_there_are() -> None:
     message = complaint("task: chess\ntokenizer:\n  zzzz: 1\n")
     assert message == (
         "my.yaml, line 3: tokenizer.zzzz is not a key that shardwise knows (value 1). "
-        "Keys here: strategy, name, max_seq_len"
+        "Keys here: strategy, name, max_seq_len, packing"
     )
 
 
