@@ -116,7 +116,7 @@ def _losses(task: ChessTask, model: nn.Module, batch: dict[str, Any]) -> torch.T
     texts = packed_arguments(batch["positions"], batch["starts"], batch["longest"])
     with torch.no_grad():
         whole = task.loss(model, batch).sum
-        logits = model(input_ids=batch["ids"], **texts).logits[0]
+        logits = model(input_ids=batch["ids"], **texts).logits[0].float()
     losses = F.cross_entropy(logits, batch["targets"][0], ignore_index=IGNORED, reduction="none")
     torch.testing.assert_close(losses.sum(), whole)
     return losses

@@ -26,7 +26,7 @@ def chess(options: Options) -> Work:
     if options.tiny:
         sizes, batch = {"hidden_dim": 32, "intermediate_dim": 64, "num_layers": 1, "num_heads": 2}, 4
     else:
-        sizes, batch = {"hidden_dim": 1024, "intermediate_dim": 2816, "num_layers": 24, "num_heads": 16}, 64
+        sizes, batch = {"hidden_dim": 1024, "intermediate_dim": 2816, "num_layers": 24, "num_heads": 16}, 256
     plan = options.planned(warmup=8)  # lengths differ from step to step, and with them what is made ready for them
     found = _Games(plan.total * batch, batch)
     model = {"architecture": "llama", "tie_embeddings": False, **sizes}

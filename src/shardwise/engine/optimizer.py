@@ -30,13 +30,14 @@ def build_optimizer(model: nn.Module, options: Optimizer, lr: float, *, sharded:
 
 
 def _kind_of(groups: list[dict[str, Any]], options: Optimizer) -> tuple[Any, dict[str, Any]]:
-    on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
-    fused = {"fused": True if on_cuda else None}
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fused = True if any(parameter.is_cuda for parameter in parameters) else None
     if options.name == "sgd":
-        return torch.optim.SGD, {"momentum": options.momentum, **fused}
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # which it cannot take (torch 2.13)
+        return torch.optim.SGD, {"momentum": options.momentum, "fused": None if sharded else fused}
     kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
     betas = (options.betas[0], options.betas[1])
-    return kind, {"betas": betas, "eps": options.eps, **fused}
+    return kind, {"betas": betas, "eps": options.eps, "fused": fused}
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
