@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.parallel import Spread
 
-def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+def gradients(parameters: Iterable[nn.Parameter], spread: Spread) -> list[Tensor]:
+    """Those that there are."""
+    return [grad for parameter in parameters if (grad := spread.gradient_of(parameter)) is not None]
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
@@ -20,21 +23,26 @@ def global_norm(grads: list[Tensor]) -> Tensor:
     Norms are taken per device mesh and combined: torch 2.13 refuses to mix meshes in one call.
     """
     norms = []
-    for group in _by_mesh(grads):
-        norm = torch.nn.utils.get_total_norm(group)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms] or [torch.zeros(())]))
+    for group in _by_kind(grads):
+        if isinstance(group[0], DTensor):
+            norm = torch.nn.utils.get_total_norm(group)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        else:  # of narrow gradients too, in fp32
+            norms += torch._foreach_norm(group, 2, dtype=torch.promote_types(group[0].dtype, torch.float32))
+    home = norms[0].device if norms else None
+    return torch.linalg.vector_norm(torch.stack([norm.float().to(home) for norm in norms] or [torch.zeros(())]))
 
 
 def clip(grads: list[Tensor], norm: float, limit: float) -> None:
     """Scale the gradients so that their global norm is at most `limit`."""
     if norm > limit:
-        for group in _by_mesh(grads):
+        for group in _by_kind(grads):
             torch._foreach_mul_(group, limit / (norm + 1e-6))
 
 
-def _by_mesh(grads: list[Tensor]) -> list[list[Tensor]]:
+def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
+    """By mesh and type."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        groups[grad.device_mesh if isinstance(grad, DTensor) else None].append(grad)
+        groups[grad.device_mesh if isinstance(grad, DTensor) else None, grad.dtype].append(grad)
     return list(groups.values())

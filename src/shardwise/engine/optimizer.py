@@ -13,19 +13,28 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.state import local_part
 from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.adamw import NarrowAdamW
+from shardwise.kernels.weights import NarrowWeights
 
 
-def build_optimizer(model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False, narrow: NarrowWeights | None = None
+) -> torch.optim.Optimizer:
     """Built after the model has been spread: the optimizer must hold the sharded parameters.
 
     `sharded`: every rank keeps the state of some parameters only, updates those and sends them to the others.
+    `narrow`: the copies that the model computes with, where the update may make them anew; it is compiled then.
     """
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
     kind, settings = _kind_of(groups, options)
+    if narrow is not None and kind is torch.optim.AdamW and not sharded:
+        kind = NarrowAdamW
     optimizer = ZeroRedundancyOptimizer(groups, kind, lr=lr, **settings) if sharded else kind(groups, lr=lr, **settings)
     _make_state(local_part(optimizer))
+    if isinstance(optimizer, NarrowAdamW):
+        optimizer.narrow = narrow
     return optimizer
 
 

@@ -228,8 +228,9 @@ def _state(session: Session, device: torch.device) -> tuple[float, float, float]
     """Bytes of weights, gradients and optimizer state of this rank, on this device."""
     with contextlib.suppress(ShardwiseError):
         parts = session.parts
-        weights = [*parts.spread.module.parameters(), *parts.spread.module.buffers()]
-        grads = [each.grad for each in parts.spread.module.parameters() if each.grad is not None]
+        copies = parts.spread.narrow.copies if parts.spread.narrow is not None else []
+        weights = [*parts.spread.module.parameters(), *parts.spread.module.buffers(), *copies]
+        grads = [each.grad for each in (*parts.spread.module.parameters(), *copies) if each.grad is not None]
         moments = [
             value
             for state in local_part(parts.optimizer).state.values()

@@ -43,6 +43,7 @@ from shardwise.engine.saving import Checkpoints, resume_run, save_run
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.step import Parts, StepResult, run_step
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.kernels.adamw import NarrowAdamW
 from shardwise.parallel import Layout, World, refuse_combinations, spread
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
@@ -213,18 +214,24 @@ class Session:
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
         precision.settle()
+        scaler = precision.scaler()
         self._parts = Parts(
             config=self.config,
             task=task,
             world=self.world,
             spread=spread_model,
             optimizer=build_optimizer(
-                spread_model.module, training.optimizer, lr, sharded=self.strategy == "zero1" and self.world.size > 1
+                spread_model.module,
+                training.optimizer,
+                lr,
+                sharded=self.strategy == "zero1" and self.world.size > 1,
+                narrow=spread_model.narrow if spread_model.regions is not None and not scaler.is_enabled() else None,
             ),
             schedule=Schedule(training.scheduler, lr, self.total_steps),
             precision=precision,
-            scaler=precision.scaler(),
+            scaler=scaler,
         )
+        spread_model.updates_from_copies = isinstance(self._parts.optimizer, NarrowAdamW)
         spread_model.model.train()
         if self.finds_batch:
             self._find_batch()

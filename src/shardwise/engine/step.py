@@ -181,7 +181,7 @@ def run_step(
     else:
         with parts.spread.computing():
             for position, micro in enumerate(batch.micro):
-                with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1):
+                with parts.spread.reducing_gradients(now=position == len(batch.micro) - 1, only=len(batch.micro) == 1):
                     forward(parts.spread.model, micro).backward()
     clock.lap("compute")
     if parts.spread.pipeline is not None and world.device.type == "cpu":  # on CUDA the host does not see when work ends
@@ -189,7 +189,7 @@ def run_step(
 
     beat(Phase.UPDATE, step + 1)
     parts.scaler.unscale_(parts.optimizer)
-    grads = gradients(parts.parameters)
+    grads = gradients(parts.parameters, parts.spread)
     lacking = len(parts.parameters) - len(grads) if parts.spread.needs_every_gradient else 0
     if parts.spread.pipeline is None:
         if not grads:
@@ -313,7 +313,7 @@ def _norm(parts: Parts, grads: list[torch.Tensor], lacking: int) -> list[torch.T
     if pipeline is None:
         return [global_norm(grads).to(parts.world.device)]
     elsewhere = pipeline.counted_elsewhere
-    own = gradients(parameter for parameter in parts.parameters if id(parameter) not in elsewhere)
+    own = gradients((each for each in parts.parameters if id(each) not in elsewhere), parts.spread)
     return pipeline.norm_over_stages(global_norm(own).to(parts.world.device), lacking)
 
 
@@ -354,7 +354,7 @@ def _check_count(said: int | torch.Tensor, expected: int, step: int) -> None:
 
 def _unused_parameters(parts: Parts, step: int) -> ShardwiseError:
     named = parts.spread.module.named_parameters()
-    unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
+    unused = [name for name, each in named if each.requires_grad and parts.spread.gradient_of(each) is None]
     if parts.spread.pipeline is not None:  # each stage knows its own
         stages = parts.spread.pipeline.of_all_stages(unused)
         unused = list(dict.fromkeys(name for names in stages for name in names))

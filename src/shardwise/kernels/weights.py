@@ -7,7 +7,7 @@ on the masters in fp32: so optimizer, clipping, checkpoints and names know of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -34,16 +34,22 @@ class NarrowWeights:
                     self._copy_of[master] = nn.Parameter(master.detach().to(dtype), master.requires_grad)
                 self._places.append((module, name, master))
         self._master_of = {copy: master for master, copy in self._copy_of.items()}
+        self._fresh: dict[nn.Parameter, int] = {}
+        """Masters whose copies are what they are, and the version of the master that this was said of."""
+        self.collecting = True
+        """Whether gradients go to the masters as they come."""
         self._waiting: dict[nn.Parameter, None] = {}
         self._waiting_bytes = 0
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Copies of what the masters are now are what the model computes with, until the end of it."""
-        copies: list[Tensor] = list(self._copy_of.values())
-        masters: list[Tensor] = list(self._copy_of)
-        with torch.no_grad():
-            torch._foreach_copy_(copies, masters)
+        masters: list[nn.Parameter] = [
+            master for master in self._copy_of if self._fresh.get(master, -1) != master._version
+        ]
+        if masters:
+            with torch.no_grad():
+                torch._foreach_copy_([self._copy_of[master] for master in masters], [*masters])
         for module, name, master in self._places:
             module._parameters[name] = self._copy_of[master]
         try:
@@ -57,15 +63,39 @@ class NarrowWeights:
         assert isinstance(parameter, nn.Parameter)
         return self._master_of.get(parameter, parameter)
 
+    @property
+    def copies(self) -> list[nn.Parameter]:
+        return list(self._master_of)
+
+    def has(self, master: nn.Parameter) -> bool:
+        return master in self._copy_of
+
+    def copy_of(self, master: nn.Parameter) -> nn.Parameter:
+        return self._copy_of[master]
+
+    def gradient_of(self, master: nn.Parameter) -> Tensor | None:
+        """Its own or, where that has not been collected, its copy's."""
+        return self._copy_of[master].grad if master.grad is None and master in self._copy_of else master.grad
+
+    def is_fresh(self, master: nn.Parameter) -> None:
+        """Its copy has been made anew already."""
+        self._fresh[master] = master._version
+
     def collect_as_they_come(self) -> None:
         """From now on gradients go to the masters during the backward pass, so that few exist twice."""
         for copy in self._master_of:
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(self._came)
 
-    def collect(self) -> None:
+    def collect(self, without: Collection[nn.Parameter] = ()) -> None:
         """Every gradient that there is goes to its master."""
-        _hand_over([(copy, master) for copy, master in self._master_of.items() if copy.grad is not None])
+        _hand_over(
+            [
+                (copy, master)
+                for copy, master in self._master_of.items()
+                if copy.grad is not None and master not in without
+            ]
+        )
         self._waiting.clear()
         self._waiting_bytes = 0
 
@@ -75,6 +105,8 @@ class NarrowWeights:
             copy.grad = None
 
     def _came(self, copy: Tensor) -> None:
+        if not self.collecting:
+            return
         assert isinstance(copy, nn.Parameter)
         if copy not in self._waiting:
             self._waiting[copy] = None

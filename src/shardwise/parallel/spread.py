@@ -55,6 +55,8 @@ class Spread:
     """What compressed gradients left out so far; it belongs into a checkpoint."""
     narrow: NarrowWeights | None = None
     """Copies that the model computes with; where it is sharded, `fully_shard` makes them."""
+    updates_from_copies: bool = False
+    """The optimizer takes gradients from the copies."""
     regions: Regions | None = None
     """Its blocks, where they are compiled."""
 
@@ -73,6 +75,10 @@ class Spread:
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
 
+    def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Wherever it is: it may have stayed with a narrow copy."""
+        return parameter.grad if self.narrow is None else self.narrow.gradient_of(parameter)
+
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Forward and backward passes happen in here: the model has the weights that it computes with."""
@@ -80,17 +86,22 @@ class Spread:
             yield
 
     @contextmanager
-    def reducing_gradients(self, now: bool) -> Iterator[None]:
-        """Gradients are reduced over the ranks on the last micro-batch only, unless the user chose otherwise."""
+    def reducing_gradients(self, now: bool, only: bool = False) -> Iterator[None]:
+        """Gradients are reduced over the ranks on the last micro-batch only, unless the user chose otherwise.
+
+        `only`: there is no other micro-batch in this step, so that nothing has to be added to its gradients.
+        """
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(now or self.reduce_always)
         replicated = isinstance(self.model, DistributedDataParallel)
+        if self.narrow is not None:
+            self.narrow.collecting = not (only and self.updates_from_copies)
         with self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not now else nullcontext():
             yield
         if self.narrow is not None:
             if replicated and now:
                 self.narrow.drop()  # they were reduced onto the masters
-            else:
+            elif self.narrow.collecting:
                 self.narrow.collect()
 
     @property

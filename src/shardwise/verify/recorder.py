@@ -247,8 +247,9 @@ class Recorder:
         if self.job.kill_at == session.steps_done + 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if session.steps_done == 0 and not self.record["gradient_digests"]:
-            named = session.parts.spread.module.named_parameters()
-            grads = self._whole((name, each.grad) for name, each in named if each.grad is not None)
+            spread = session.parts.spread
+            found = ((name, spread.gradient_of(each)) for name, each in spread.module.named_parameters())
+            grads = self._whole((name, grad) for name, grad in found if grad is not None)
             self.record["gradients"] = self._kept(grads)
             self.record["gradient_digests"] = digests(grads)
             if self._own_gradients is not None:
