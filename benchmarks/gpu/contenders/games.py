@@ -130,7 +130,7 @@ def _flattening() -> Any:
 
 
 def _build(model: dict[str, Any]) -> nn.Module:
-    return build_language_model(ChessModel(**model), MoveTokenizer(), LONGEST)
+    return build_language_model(ChessModel(**model), MoveTokenizer(), LONGEST, our_attention=False)
 
 
 def _flops_per_token(model: dict[str, Any], length: float) -> float:
