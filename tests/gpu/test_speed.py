@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 TEXT = """
 task: chess
-data: {source: synthetic, num_games: 400, max_plies: 60}
+data: {num_games: 400, max_plies: 60}
 tokenizer: {max_seq_len: 64}
 model: {architecture: llama, hidden_dim: 256, num_layers: 3, num_heads: 4}
 training: {device: cuda, precision: bf16-mixed, batch_size: 16, gradient_clip: 1.0, compile: true, optimizer: {lr: 0.001}}
@@ -31,11 +32,11 @@ training: {device: cuda, precision: bf16-mixed, batch_size: 16, gradient_clip: 1
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_compiled_blocks_learn_what_plain_ones_do_and_resume(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     options = [f"training.strategy={strategy}", *work.folder_of(tmp_path)]
-    plain = ranks.run(1, work.train, TEXT, [*options, "training.compile=false"], steps=12)[0]
-    whole = ranks.run(1, work.train, TEXT, options, steps=12)[0]
+    plain = ranks.run(1, functools.partial(work.train, steps=12), TEXT, [*options, "training.compile=false"])[0]
+    whole = ranks.run(1, functools.partial(work.train, steps=12), TEXT, options)[0]
     assert whole["losses"] == pytest.approx(plain["losses"], rel=0.01)
-    first = ranks.run(1, work.train, TEXT, options, steps=6, save=True)[0]
-    rest = ranks.run(1, work.train, TEXT, options, steps=12, resume=first["checkpoint"])[0]
+    first = ranks.run(1, functools.partial(work.train, steps=6, save=True), TEXT, options)[0]
+    rest = ranks.run(1, functools.partial(work.train, steps=12, resume=first["checkpoint"]), TEXT, options)[0]
     assert first["losses"] + rest["losses"] == pytest.approx(whole["losses"], rel=0.003)
 
 
@@ -92,7 +93,7 @@ def test_the_compiled_update_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_large_matrices_are_updated_in_one_pass(ranks: RankPool, tmp_path: Path) -> None:
     options = ["training.strategy=single", *work.folder_of(tmp_path)]
-    usual = ranks.run(1, work.train, TEXT, options, steps=8)[0]["losses"]
+    usual = ranks.run(1, functools.partial(work.train, steps=8), TEXT, options)[0]["losses"]
     assert ranks.run(1, _train_in_one_pass, TEXT, options)[0] == pytest.approx(usual, rel=0.003)
 
 

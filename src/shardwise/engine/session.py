@@ -33,6 +33,7 @@ from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatc
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
+from shardwise.engine.garbage import garbage_held_off
 from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
@@ -302,19 +303,21 @@ class Session:
 
     def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
-        while self.steps_done < self.total_steps:
-            self._went_back = False
-            loader = self._loader()
-            beat(Phase.DATA, self.steps_done + 1)
-            for batch in loader:
-                yield batch
-                if self.steps_done >= self.total_steps:
-                    return
-                if self._went_back:  # the batches that follow are others now
-                    break
+        with garbage_held_off() as stepped:
+            while self.steps_done < self.total_steps:
+                self._went_back = False
+                loader = self._loader()
                 beat(Phase.DATA, self.steps_done + 1)
-            else:
-                return
+                for batch in loader:
+                    yield batch
+                    stepped(self.steps_done)
+                    if self.steps_done >= self.total_steps:
+                        return
+                    if self._went_back:  # the batches that follow are others now
+                        break
+                    beat(Phase.DATA, self.steps_done + 1)
+                else:
+                    return
 
     def first_inputs(self) -> Any:
         """Of this rank's next micro-batch: for a look at what the model does. Read as the loop reads, so that files are opened
