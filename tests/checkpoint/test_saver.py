@@ -24,6 +24,7 @@ from shardwise.data import Cursor
 from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
+from tests.tasks import config_of
 
 
 def progress(step: int) -> Progress:
@@ -344,3 +345,17 @@ def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Save
     (written,) = saver.wait()
     assert 0 < written.stall <= returned
     assert written.seconds >= written.stall
+
+
+def test_too_little_host_memory_is_told_before_the_first_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwise.engine import saving
+    from shardwise.engine.session import Session
+
+    text = "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n"
+    for free, warned in ((2**40, False), (1000, True)):
+        monkeypatch.setattr(saving, "host_memory", lambda free=free: (free, 2**40))
+        with Session(config_of(text, [f"run_dir={tmp_path}"])) as session:
+            session.prepare()
+        assert ("a checkpoint is copied into host memory first" in capsys.readouterr().err) is warned

@@ -68,10 +68,13 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._written: list[Written] = []
 
-    def expect(self, parameters: Iterable[nn.Parameter], copies: int) -> None:
-        """Take memory ahead for what this rank will write: its weights, and moments like Adam's, shared by `copies`."""
+    def expect(self, parameters: Iterable[nn.Parameter], copies: int, at_most: int) -> int:
+        """Take memory ahead, `at_most` so many bytes, for what this rank will write: its weights, and moments like Adam's,
+        shared by `copies`. Returns how much that will be."""
         own = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in parameters)
-        self._stage.reserve(3 * own // copies)
+        needed = 3 * own // copies
+        self._stage.reserve(min(needed, at_most))
+        return needed
 
     def save(
         self,

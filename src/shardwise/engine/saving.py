@@ -15,9 +15,11 @@ from shardwise.checkpoint import CheckpointStore, Progress, Saver, Written, go_o
 from shardwise.config import Training
 from shardwise.data import BatchedSamples
 from shardwise.engine.numbers import Losses
+from shardwise.engine.out_of_memory import host_memory
 from shardwise.engine.step import nonfinite_before
 from shardwise.errors import ConfigError
 from shardwise.parallel import World
+from shardwise.parallel.memory import gib
 from shardwise.watch.beats import Phase, beat
 
 if TYPE_CHECKING:
@@ -159,7 +161,15 @@ class Checkpoints:
             alive=lambda: beat(Phase.SAVE),
             patience=SLOW_STORAGE * self.training.hang_timeout,
         )
-        self.saver.expect(parameters, copies)
+        free = host_memory()[0]
+        needed = self.world.size * self.saver.expect(parameters, copies, free // 2 // self.world.size)
+        if needed > free and self.world.is_first:
+            print(
+                f"warning: a checkpoint is copied into host memory first, {gib(needed)} over all ranks, and this machine has "
+                f"{gib(free)} free",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def begin_anew(self) -> None:
         """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's."""
