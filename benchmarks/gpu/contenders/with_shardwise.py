@@ -48,7 +48,7 @@ def train(
 
 
 def _loss(result: StepResult) -> float:
-    return result.settle().loss_sum / result.count
+    return result.loss_sum / result.count
 
 
 def _memory_taken() -> None:

@@ -391,7 +391,7 @@ class Session:
 
     def loss(self, *results: StepResult) -> float:
         """The true loss of these steps: all ranks' sums over all ranks' counts. All ranks call it together."""
-        total, count = self.world.sum(sum(r.settle().loss_sum for r in results), sum(r.count for r in results))
+        total, count = self.world.sum(sum(r.loss_sum for r in results), sum(r.count for r in results))
         return total / count if count else math.nan
 
     # ---------------------------------------------------------------- evaluate

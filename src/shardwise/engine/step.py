@@ -82,7 +82,7 @@ class Parts:
 
 @dataclass
 class StepResult:
-    """What a step came to. On a GPU, loss_sum, grad_norm and suspect are known after `settle` only."""
+    """What a step came to. On a GPU, its numbers are known when the device has made it: who asks for them waits."""
 
     step: int
     """Number of this step, from 1, as in the log."""
@@ -98,11 +98,8 @@ class StepResult:
     """This rank's loss was not finite, which the others learn at the next step."""
     loss: float | None = None
     """Of all ranks, where it is watched before the update (see numbers.py)."""
-    loss_sum: float = 0.0
-    """Of this rank. Session.loss reduces it over all ranks."""
     count: int = 0
     global_count: int = 0
-    grad_norm: float = 0.0
     lr: float = 0.0
     samples: int = 0
     """Of all ranks."""
@@ -110,8 +107,20 @@ class StepResult:
     """Seconds in each phase: wait for data, agree, compute, update; of compute, this rank's own forward passes, and in a
     pipeline, idle."""
 
+    numbers: tuple[float, float] = (0.0, 0.0)
+    """The gradient's norm and this rank's summed loss, as far as they are known."""
     awaited: Callable[[], None] | None = None
     """Waits for the device, and fills in what only it knows."""
+
+    @property
+    def grad_norm(self) -> float:
+        """Over all ranks, before clipping."""
+        return self.settle().numbers[0]
+
+    @property
+    def loss_sum(self) -> float:
+        """Of this rank. Session.loss reduces it over all ranks."""
+        return self.settle().numbers[1]
 
     def settle(self) -> StepResult:
         """Until the device has made this step. All ranks call it together; it says if the numbers are bad."""
@@ -225,10 +234,9 @@ def run_step(
     result = StepResult(
         step + 1,
         skipped=not math.isfinite(norm) or verdict is not None,
-        loss_sum=loss_sum,
+        numbers=(norm, loss_sum),
         count=own_count,
         global_count=int(count),
-        grad_norm=norm,
         lr=parts.schedule.rate(step),
         samples=batch.samples,
         times=clock.times,
@@ -285,11 +293,11 @@ def _numbers_of(
     def known() -> None:
         if arrived is not None:
             arrived.synchronize()
-        result.grad_norm, result.loss_sum = on_host.tolist()
+        norm, loss_sum = result.numbers = tuple(on_host.tolist())
         result.times["forward"] = forwards.seconds()
-        if not math.isfinite(result.loss_sum):
+        if not math.isfinite(loss_sum):
             result.suspect = _suspect(parts, batch, result, seen)
-        if not math.isfinite(result.grad_norm):  # on every rank
+        if not math.isfinite(norm):  # on every rank
             verdict = Verdict("nonfinite", "stop")
             raise stop_because(result.step, verdict, convict(parts, verdict, _suspect(parts, batch, result, seen)))
 
