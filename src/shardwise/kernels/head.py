@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from shardwise.kernels.cross_entropy import linear_cross_entropy
@@ -23,6 +26,8 @@ class LossHead(nn.Linear):
     """Whether the kernel of the loss is compiled."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if isinstance(self.weight, DTensor):
+            return self._with_a_part_of_the_words(input, self.weight)
         if self.targets is None:
             return super().forward(input)
         if input.dtype == torch.float16 or _computes_in_fp16(input):
@@ -30,6 +35,16 @@ class LossHead(nn.Linear):
             logits = super().forward(input).float()
             return F.cross_entropy(logits.flatten(0, -2), self.targets.flatten(), reduction="sum")
         return linear_cross_entropy(input, self.weight, self.targets, self.bias, compiled=self.compiled)
+
+    def _with_a_part_of_the_words(self, input: Tensor, weight: DTensor) -> Tensor:
+        """The ranks of a group have equal parts of the vocabulary. The loss is made of theirs; logits are brought together."""
+        if self.targets is not None:
+            group = weight.device_mesh.get_group()
+            return linear_cross_entropy(input, weight.to_local(), self.targets, group=group)
+        whole = DTensor.from_local(input, weight.device_mesh, [Replicate()])
+        logits = F.linear(whole, weight)
+        assert isinstance(logits, DTensor)
+        return logits.full_tensor()
 
     @contextmanager
     def summing_up(self, targets: Tensor) -> Iterator[None]:
@@ -39,6 +54,26 @@ class LossHead(nn.Linear):
             yield
         finally:
             self.targets = None
+
+
+class WordsApart(ParallelStyle):
+    """How ranks share a LossHead: each has as many words of the vocabulary as the others."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LossHead)
+        part = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.weight = nn.Parameter(part, module.weight.requires_grad)
+        return module
+
+
+def words_apart(model: Any, ranks: int) -> dict[str, ParallelStyle]:
+    """For a tensor plan: the head by its name, where it can be shared: it is no embedding too, and its words divide."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LossHead) or head._parameters["bias"] is not None or head.out_features % ranks:
+        return {}
+    if head.weight is model.get_input_embeddings().weight:
+        return {}
+    return {next(name for name, module in model.named_modules() if module is head): WordsApart()}
 
 
 def use_loss_head(model: Any) -> bool:

@@ -17,7 +17,7 @@ from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.errors import DataError
 from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
-from shardwise.kernels.head import summed_loss, use_loss_head
+from shardwise.kernels.head import summed_loss, use_loss_head, words_apart
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.games import load_games, read_move
 from shardwise.tasks.chess.layout import IGNORED, packed, padded
@@ -122,7 +122,8 @@ class ChessTask(Task):
 
     def tensor_plan(self, model: Any, ranks: int, sequence_parallel: bool) -> dict[str, Any] | None:
         self._length_multiple = ranks if sequence_parallel else 1
-        return split_language_model(model, ranks, sequence_parallel=sequence_parallel)
+        plan = split_language_model(model, ranks, sequence_parallel=sequence_parallel)
+        return None if plan is None else {**plan, **words_apart(model, ranks)}
 
     def collate(self, samples: list[Encoded]) -> dict[str, Any]:
         texts = [sample.ids for sample in samples]
