@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.engine.session import Session
 from shardwise.parallel.shard import sharding_units
 from shardwise.parallel.weights import materialize
 from tests.distributed import work
@@ -204,3 +205,13 @@ def _own_loop(strategy: str) -> dict[str, Any]:
         session.prepare(model=model, data=points, loss=loss)
         start = {name: value.tolist() for name, value in work.full_weights(session).items()}
         return {"start": start, "losses": [session.loss(session.step(batch)) for batch in session.batches()]}
+
+
+def test_collectives_of_a_mesh_wait_as_long_as_all_others(ranks: RankPool) -> None:
+    text = "task: tests.tasks:Ragged\ntraining: {hang_timeout: 2000, fsdp: {}}\n"
+    assert ranks.run(2, work.with_session, text, [], _patience_of_the_mesh) == [4000.0, 4000.0]
+
+
+def _patience_of_the_mesh(session: Session) -> float:
+    group = session.layout.mesh.get_group("shard")
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

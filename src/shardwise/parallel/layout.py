@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardwise.config import Training
 from shardwise.config.grid import Axes, axes_of, copies_in
@@ -53,7 +54,11 @@ class Layout:
     @cached_property
     def mesh(self) -> DeviceMesh:
         names, sizes = zip(*self.axes, strict=True)
-        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
+        mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
+        if self.world.timeout is not None:  # a mesh would have ten minutes of its own over NCCL (torch 2.13)
+            for name in names:
+                _set_pg_timeout(self.world.timeout, mesh.get_group(name))
+        return mesh
 
     @property
     def sharding_mesh(self) -> DeviceMesh:

@@ -29,6 +29,8 @@ class World:
     """Whether a process group is up. One rank without strategy needs none."""
     group: dist.ProcessGroup | None = None
     """The connections it speaks over; without one, those that training uses too."""
+    timeout: timedelta | None = None
+    """How long a collective of training may take; None: as long as PyTorch lets it."""
 
     @classmethod
     def join(cls, device: str = "auto", *, connect: bool | None = None, timeout: timedelta | None = None) -> World:
@@ -54,7 +56,7 @@ class World:
                 timeout=timeout,
                 device_id=place if place.type == "cuda" else None,
             )
-        return cls(rank, size, place, local_rank, connect)
+        return cls(rank, size, place, local_rank, connect, timeout=timeout)
 
     @classmethod
     def alone(cls) -> World:
