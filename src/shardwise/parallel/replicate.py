@@ -54,9 +54,9 @@ def _reduce_to_masters(narrow: NarrowWeights, bucket: GradBucket) -> torch.futur
     found = []
     for copy, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         place = grad.storage_offset() - arrived.storage_offset()
-        found.append((narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)))
-    for master, part in found:
-        if master.grad is not None:
+        master, part = narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)
+        found.append((master, part))
+        if master is not copy and master.grad is not None:  # of what has no copy, DDP brings earlier ones along
             part += master.grad
     summed /= dist.get_world_size()
 
