@@ -10,7 +10,9 @@ from shardwise.engine.session import Session
 from tests.distributed.pool import RankPool
 from tests.tasks import config_of
 
-TEXT = "task: tests.tasks:Ragged\ntraining: {batch_size: 2, precision: bf16-mixed, max_steps: 1}\n"
+TEXT = (
+    "task: tests.tasks:Ragged\ntraining: {batch_size: 2, precision: bf16-mixed, narrow_weights: true, max_steps: 1}\n"
+)
 
 
 def norms_of_the_first_step(overrides: list[str]) -> dict[str, float]:

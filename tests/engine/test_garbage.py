@@ -1,35 +1,16 @@
-"""Garbage is collected between steps, when all ranks do, and not in them."""
+"""Collections do not look at what was there before training began."""
 
 from __future__ import annotations
 
 import gc
-import weakref
 
-from shardwise.engine.garbage import EVERY, garbage_held_off
-
-
-class Circle:
-    def __init__(self) -> None:
-        self.itself = self
+from shardwise.engine.garbage import garbage_kept_small
 
 
-def test_circles_are_collected_every_so_many_steps_and_not_before() -> None:
-    assert gc.isenabled()
-    with garbage_held_off() as stepped:
-        assert not gc.isenabled()
-        gone = weakref.ref(Circle())
-        stepped(EVERY - 1)
-        assert gone() is not None
-        stepped(EVERY)
-        assert gone() is None
-    assert gc.isenabled()
-
-
-def test_somebody_who_has_switched_it_off_finds_it_so() -> None:
-    gc.disable()
-    try:
-        with garbage_held_off():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
+def test_what_was_there_before_is_not_looked_at_and_comes_back() -> None:
+    mark = {"here": ["before"]}
+    assert any(each is mark for each in gc.get_objects())
+    with garbage_kept_small():
+        assert not any(each is mark for each in gc.get_objects())
+        assert gc.isenabled() and gc.get_freeze_count() > 1000
+    assert any(each is mark for each in gc.get_objects())

@@ -20,7 +20,7 @@ from tests.distributed.pool import RankPool
 
 TEXT = """
 task: tests.tasks:Ragged
-training: {batch_size: 4, precision: bf16-mixed, gradient_clip: 0.5, max_epochs: 2, optimizer: {lr: 0.01}}
+training: {batch_size: 4, precision: bf16-mixed, narrow_weights: true, gradient_clip: 0.5, max_epochs: 2, optimizer: {lr: 0.01}}
 """
 
 

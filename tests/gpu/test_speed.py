@@ -78,7 +78,6 @@ def test_the_compiled_update_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Non
             "gradient": torch.randn(size, device="cuda", generator=generator).bfloat16(),
             "mean": torch.randn(size, device="cuda", generator=generator),
             "square": torch.rand(size, device="cuda", generator=generator),
-            "copy": torch.zeros(size, device="cuda", dtype=torch.bfloat16),
             "step": torch.tensor(3.0, device="cuda"),
             "rate": torch.tensor(1e-3, device="cuda"),
             "scale": torch.tensor(2.0, device="cuda"),

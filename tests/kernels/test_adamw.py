@@ -80,22 +80,6 @@ def test_a_step_that_is_not_finite_leaves_everything_as_it_is() -> None:
     assert_same(one, other)
 
 
-def test_copies_are_made_with_the_update_and_again_when_a_weight_is_changed_elsewhere() -> None:
-    one = Trained(at_once=True)
-    one.step(0)
-    weight = one.model[0].weight
-    assert isinstance(weight, nn.Parameter)
-    copy = one.narrow.copy_of(weight)
-    assert torch.equal(copy, weight.bfloat16())
-    with torch.no_grad():
-        copy.fill_(7)  # as fresh as it was said to be: nobody looks
-    with one.narrow.in_place():
-        assert (one.model[0].weight == 7).all()  # type: ignore[operator]
-    one.model.load_state_dict(model().state_dict())
-    with one.narrow.in_place():
-        assert torch.equal(one.model[0].weight, weight.bfloat16())  # type: ignore[arg-type]
-
-
 def test_gradients_of_several_micro_batches_come_from_the_masters() -> None:
     one, other = Trained(at_once=True), Trained(at_once=False)
     one.narrow.collecting = True

@@ -186,6 +186,11 @@ class Training(Block):
         description="Type of the arithmetic; -mixed keeps fp32 weights, bf16-true does not. fp8-mixed: bf16-mixed with the "
         "matrix products of the blocks in eight bits, on Hopper GPUs and newer.",
     )
+    narrow_weights: bool | Literal["auto"] = Field(
+        "auto",
+        description="Under -mixed, cast the weights once per step instead of at every use, under single, ddp and zero1 (fsdp "
+        "always does). auto: for the tasks chess and cells; a task of your own says so with `narrow_weights = True`.",
+    )
     compile: bool | Literal["auto"] = Field(
         "auto",
         description="Compile the model's repeated blocks with torch.compile: faster steps, after up to a minute. auto: on CUDA, "

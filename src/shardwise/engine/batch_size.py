@@ -197,7 +197,9 @@ class _Trial:
                     with session.parts.precision.autocast():
                         loss = session.task.loss(self.model, inputs)
                     loss.sum.backward()
-        owned = {_local(parameter).untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        narrow = session.parts.spread.narrow
+        weights = [*self.model.parameters(), *(narrow.copies if narrow is not None else [])]
+        owned = {_local(parameter).untyped_storage().data_ptr() for parameter in weights}
         return float(sum(bytes_ for place, bytes_ in kept.items() if place not in owned))
 
     def put_back(self) -> None:

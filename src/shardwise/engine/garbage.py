@@ -1,28 +1,19 @@
-"""Python's garbage collection, held off the steps: it takes tenths of a second in a process with many objects, at a moment of its
-own choosing, and every other rank waits meanwhile."""
+"""Python's garbage collection, kept short: in a process with many objects a collection takes tenths of a second, at a moment
+of its own choosing, and every other rank waits meanwhile. What is there when training begins stays anyway, and need not be
+looked at."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-
-EVERY = 100
-"""Steps between two collections, at which all ranks collect together."""
 
 
 @contextmanager
-def garbage_held_off() -> Iterator[Callable[[int], None]]:
-    """What it gives is called after every step, with its number. The oldest objects, which are many and stay, are left alone."""
-    was_on = gc.isenabled()
-    gc.disable()
-
-    def stepped(step: int) -> None:
-        if step % EVERY == 0:
-            gc.collect(1)
-
+def garbage_kept_small() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
     try:
-        yield stepped
+        yield
     finally:
-        if was_on:
-            gc.enable()
+        gc.unfreeze()

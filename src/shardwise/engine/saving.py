@@ -35,6 +35,8 @@ def save_run(session: Session, metrics: dict[str, float] | None) -> Path:
     training, parts = session.config.training, session.parts
     beat(Phase.SAVE, session.steps_done)
     session.settle()
+    if session.broken is not None:
+        raise session.broken
     if training.on_nonfinite == "stop" and session.world.sum(session.suspect is not None)[0]:
         raise nonfinite_before(parts, session.steps_done, session.suspect)
     session.checkpoints.begin_anew()
@@ -88,6 +90,7 @@ def _progress_of(session: Session, metric: float | None) -> Progress:
 
 
 def _take_back(session: Session, progress: Progress) -> None:
+    session.forget_ahead()
     session.steps_done, session.cursor = progress.step, progress.cursor
     session.begun_at = (progress.step, progress.cursor)
     session.skipped_steps, session.best_metric = progress.skipped_steps, progress.best_metric

@@ -33,7 +33,7 @@ from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatc
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
-from shardwise.engine.garbage import garbage_held_off
+from shardwise.engine.garbage import garbage_kept_small
 from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
@@ -91,6 +91,8 @@ class Session:
         self.recent_losses = Losses()
         self._went_back = False
         self.suspect: Suspect | None = None
+        self.broken: ShardwiseError | None = None
+        """Why the last steps do not count: nothing may be saved of them."""
         self._ahead: StepResult | None = None
         """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
@@ -211,6 +213,7 @@ class Session:
             self.batching.accumulation,
             self._trial(),
             find_regions=task.regions if self._compiles() else None,
+            narrows=task.narrow_weights if training.narrow_weights == "auto" else training.narrow_weights,
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
@@ -303,14 +306,13 @@ class Session:
 
     def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
-        with garbage_held_off() as stepped:
+        with garbage_kept_small():
             while self.steps_done < self.total_steps:
                 self._went_back = False
                 loader = self._loader()
                 beat(Phase.DATA, self.steps_done + 1)
                 for batch in loader:
                     yield batch
-                    stepped(self.steps_done)
                     if self.steps_done >= self.total_steps:
                         return
                     if self._went_back:  # the batches that follow are others now
@@ -378,7 +380,15 @@ class Session:
         """Until the device has made the last step; if its numbers are bad, this says so. All ranks call it together."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            self.suspect = ahead.settle().suspect
+            try:
+                self.suspect = ahead.settle().suspect
+            except ShardwiseError as error:
+                self.broken = error
+                raise
+
+    def forget_ahead(self) -> None:
+        """The run goes on from elsewhere: what became of the last step does not matter any more."""
+        self._ahead = self.broken = None
 
     def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
         self.steps_done += 1

@@ -108,6 +108,8 @@ def _read(path: Path) -> dict[str, str | None]:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    if not isinstance(known, dict):
+        return {}
     return {key: name for key, name in known.items() if name is None or name in BACKENDS}
 
 

@@ -44,6 +44,8 @@ def linear_cross_entropy(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     flat = hidden.flatten(0, -2)
+    if targets.numel() != len(flat):
+        raise ValueError(f"{len(flat)} tokens, but {targets.numel()} targets")
     loss: Tensor = _Chunked.apply(flat, weight, bias, targets.flatten(), ignore_index, chunk, group, compiled, wanted)
     return loss
 
@@ -69,7 +71,7 @@ class _Chunked(torch.autograd.Function):
             to_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted else None
             to_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted and bias is not None else None
             first = weight.shape[0] * (dist.get_rank(group) if group is not None else 0)
-            pieces = -(-len(hidden) // chunk)
+            pieces = max(1, -(-len(hidden) // chunk))
             edges = [len(hidden) * number // pieces for number in range(pieces + 1)]
             for start, end in itertools.pairwise(edges):
                 rows = hidden[start:end]
@@ -120,7 +122,8 @@ def loss_and_gradient(
     a part of the words each, this rank's begin with `first`, and the loss is the same on each of them."""
     wide = logits.float()
     counted = targets != ignore_index
-    mine = counted & (targets >= first) & (targets < first + logits.shape[-1])
+    # Where all words are here, a target that is none of them is an error, which `gather` finds.
+    mine = counted if group is None else counted & (targets >= first) & (targets < first + logits.shape[-1])
     chosen = torch.where(mine, targets - first, 0)
     highest = wide.amax(dim=-1)
     if group is not None:

@@ -48,7 +48,7 @@ class LossHead(nn.Linear):
 
     @contextmanager
     def summing_up(self, targets: Tensor) -> Iterator[None]:
-        """Within it, an answer is the sum of the cross entropies of these targets; those below 0 are left out."""
+        """Within it, an answer is the sum of the cross entropies of these targets; those of -100 are left out."""
         self.targets = targets
         try:
             yield

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -37,8 +38,10 @@ class Regions:
     def resting(self) -> Iterator[None]:
         """Within it they run as they are: what is tried out only is not worth compiling."""
         self.paused = True
-        yield
-        self.paused = False
+        try:
+            yield
+        finally:
+            self.paused = False
 
     def give_up(self, problem: BaseException) -> None:
         self.problem = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
@@ -63,9 +66,14 @@ def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", dynam
 
 
 class _Region:
+    """In the place of a block's `forward`. A copy of the block, and one that is kept in a file, has its plain one again."""
+
     def __init__(self, regions: Regions, plain: Callable[..., Any], backend: str, dynamic: bool | None) -> None:
         self.regions, self.plain = regions, plain
         self.compiled = torch.compile(plain, backend=backend, dynamic=dynamic)
+
+    def __reduce__(self) -> Any:
+        return MethodType, (self.plain.__func__, self.plain.__self__)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Evaluation has other shapes, and is too short to compile for.

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 AT_ONCE = 2**28
 """Bytes of gradients that are handed over together: one by one, the many small copies would take twice as long."""
-# Autocast computes these in fp32, with weights of either type; on CPUs only with fp32 ones (torch 2.13).
-_IN_FULL = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+# What autocast would cast at every use. PyTorch's own norms it computes in fp32; other modules may do anything with theirs.
+_NARROWED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 
 class NarrowWeights:
@@ -25,17 +24,16 @@ class NarrowWeights:
         self._copy_of: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in model.modules():
-            if isinstance(module, _IN_FULL):
+            if not _is_narrowed(module):
                 continue
             for name, master in module._parameters.items():
-                if master is None or master.dtype != torch.float32:
+                # What is frozen may be moved by other means, as the teacher of a student is, and has to keep every digit.
+                if master is None or master.dtype != torch.float32 or not master.requires_grad:
                     continue
                 if master not in self._copy_of:  # a tied weight has one copy too
                     self._copy_of[master] = nn.Parameter(master.detach().to(dtype), master.requires_grad)
                 self._places.append((module, name, master))
         self._master_of = {copy: master for master, copy in self._copy_of.items()}
-        self._fresh: dict[nn.Parameter, int] = {}
-        """Masters whose copies are what they are, and the version of the master that this was said of."""
         self.collecting = True
         """Whether gradients go to the masters as they come."""
         self._waiting: dict[nn.Parameter, None] = {}
@@ -44,12 +42,9 @@ class NarrowWeights:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Copies of what the masters are now are what the model computes with, until the end of it."""
-        masters: list[nn.Parameter] = [
-            master for master in self._copy_of if self._fresh.get(master, -1) != master._version
-        ]
-        if masters:
+        if self._copy_of:
             with torch.no_grad():
-                torch._foreach_copy_([self._copy_of[master] for master in masters], [*masters])
+                torch._foreach_copy_([*self._copy_of.values()], [*self._copy_of])
         for module, name, master in self._places:
             module._parameters[name] = self._copy_of[master]
         try:
@@ -70,16 +65,9 @@ class NarrowWeights:
     def has(self, master: nn.Parameter) -> bool:
         return master in self._copy_of
 
-    def copy_of(self, master: nn.Parameter) -> nn.Parameter:
-        return self._copy_of[master]
-
     def gradient_of(self, master: nn.Parameter) -> Tensor | None:
         """Its own or, where that has not been collected, its copy's."""
         return self._copy_of[master].grad if master.grad is None and master in self._copy_of else master.grad
-
-    def is_fresh(self, master: nn.Parameter) -> None:
-        """Its copy has been made anew already."""
-        self._fresh[master] = master._version
 
     def collect_as_they_come(self) -> None:
         """From now on gradients go to the masters during the backward pass, so that few exist twice."""
@@ -115,6 +103,14 @@ class NarrowWeights:
             _hand_over([(waiting, self._master_of[waiting]) for waiting in self._waiting])
             self._waiting.clear()
             self._waiting_bytes = 0
+
+
+def _is_narrowed(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return False  # it writes into its weights
+    name = type(module).__name__
+    # Transformers' own: a norm that only multiplies, and GPT-2's linear layer.
+    return isinstance(module, _NARROWED) or (name.endswith("RMSNorm") and name != "RMSNorm") or name == "Conv1D"
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from shardwise.kernels.weights import NarrowWeights
 from shardwise.parallel.world import World
 
 
-def narrows(options: Ddp) -> bool:
+def reaches_masters(options: Ddp) -> bool:
     """Whether gradients of narrow copies can get to fp32 masters: not where a hook of PyTorch's own handles them, or where
     DDP finds out only afterwards which of them there are."""
     return options.comm_hook == "none" and not options.find_unused_parameters
@@ -50,19 +50,25 @@ def _reduce_to_masters(narrow: NarrowWeights, bucket: GradBucket) -> torch.futur
     """Gradients of narrow copies are added up in fp32, over the ranks and with those of earlier micro-batches, and left on
     the masters; what DDP has of them is of no further use."""
     arrived = bucket.buffer()
-    summed = arrived.float()
-    found = []
-    for copy, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+    summed = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+    to_masters, to_ddp = [], []
+    for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
         place = grad.storage_offset() - arrived.storage_offset()
-        master, part = narrow.master_of(copy), summed.as_strided(grad.shape, grad.stride(), place)
-        found.append((master, part))
-        if master is not copy and master.grad is not None:  # of what has no copy, DDP brings earlier ones along
+        master, part = narrow.master_of(parameter), summed.as_strided(grad.shape, grad.stride(), place)
+        if master is parameter:  # it has no copy, and DDP brings its earlier gradients along
+            to_ddp.append((grad, part))
+            continue
+        to_masters.append((master, part))
+        if master.grad is not None:
             part += master.grad
     summed /= dist.get_world_size()
 
     def leave(_: Any) -> torch.Tensor:
-        for master, part in found:
+        for master, part in to_masters:
             master.grad = part
+        if summed is not arrived:
+            for grad, part in to_ddp:
+                grad.copy_(part)
         return arrived
 
     return dist.all_reduce(summed, async_op=True).get_future().then(leave)

@@ -23,7 +23,7 @@ from shardwise.kernels.weights import NarrowWeights
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.pipeline import Pipeline, Trial, build_pipeline
 from shardwise.parallel.recompute import recompute
-from shardwise.parallel.replicate import PowerSGD, narrows, over_devices, replicate
+from shardwise.parallel.replicate import PowerSGD, over_devices, reaches_masters, replicate
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
 from shardwise.parallel.tensor import TensorPlan, split_matrices
 from shardwise.parallel.weights import (
@@ -144,13 +144,15 @@ def spread(
     trial: Trial,
     *,
     find_regions: FindBlocks | None = None,
+    narrows: bool = False,
 ) -> Spread:
     """Tensor types → batch norm → stages → split matrices → fp8 → compile regions → activation checkpointing → sharding or
-    replicas → weights, in this order for every model. `find_regions`: what to compile; None: nothing."""
+    replicas → weights, in this order for every model. `find_regions`: what to compile; None: nothing.
+    `narrows`: whole copies of the model compute with narrow weights too."""
     world = layout.world
     build = _with_batch_norm(build, training, world)
     if strategy in ("single", "dp", "ddp", "zero1"):
-        return _whole_copies(build, find_blocks, find_regions, strategy, training, layout)
+        return _whole_copies(build, find_blocks, find_regions, strategy, training, layout, narrows)
     shape = build_shape(build)
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
@@ -207,6 +209,7 @@ def _whole_copies(
     strategy: str,
     training: Training,
     layout: Layout,
+    narrows: bool,
 ) -> Spread:
     world = layout.world
     module = build() if world.is_first else build_shape(build)
@@ -217,13 +220,13 @@ def _whole_copies(
         return Spread(over_devices(module), module, layout, regions=regions)
     broadcast_parameters(module, world)
     broadcast_buffers(module, dict(module.named_buffers()), world)
-    dtype = narrow_type(training)
+    dtype = narrow_type(training) if narrows else None
     if strategy == "single":
         narrow = NarrowWeights(module, dtype) if dtype else None
         if narrow is not None:
             narrow.collect_as_they_come()
         return Spread(module, module, layout, narrow=narrow, regions=regions)
-    narrow = NarrowWeights(module, dtype) if dtype and narrows(training.ddp) else None
+    narrow = NarrowWeights(module, dtype) if dtype and reaches_masters(training.ddp) else None
     with narrow.in_place() if narrow is not None else nullcontext():
         model, memory = replicate(module, training.ddp, world, narrow)
     return Spread(model, module, layout, memory=memory, narrow=narrow, regions=regions)

@@ -42,6 +42,9 @@ class Task(ABC):
     Model: type[Block] = Block
     may_count_nothing: bool = False
     """Whether `count` may be 0 for a whole global batch. It then changes nothing; otherwise it is an error."""
+    narrow_weights: bool = False
+    """Whether its models may compute with narrow copies of the weights (training.narrow_weights: auto): nothing of theirs but
+    the optimizer changes a weight, and no operation of theirs minds its type."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
 

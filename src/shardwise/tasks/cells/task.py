@@ -45,6 +45,7 @@ log = logging.getLogger("shardwise")
 class CellsTask(Task):
     Data, Tokenizer, Model = CellsData, CellsTokenizer, CellsModel
     unit = "masked genes"
+    narrow_weights = True
     may_count_nothing = True  # a batch of cells that express no gene of the vocabulary
 
     def prepare_data(self) -> None:

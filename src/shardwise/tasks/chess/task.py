@@ -43,6 +43,7 @@ POSITIONS_PER_GAME = 4
 class ChessTask(Task):
     Data, Tokenizer, Model = ChessData, ChessTokenizer, ChessModel
     unit = "tokens"
+    narrow_weights = True
     _length_multiple = 1
     """Games are padded to a multiple of this: ranks that share a sequence take equal parts of it."""
 
