@@ -79,8 +79,8 @@ def nothing_is_synchronised() -> None:
     before = Spread.reducing_gradients
 
     @contextmanager
-    def never(self: Spread, now: bool) -> Iterator[None]:
-        with before(self, False):
+    def never(self: Spread, now: bool, only: bool = False) -> Iterator[None]:
+        with before(self, False, only):
             yield
 
     Spread.reducing_gradients = never  # type: ignore[method-assign]

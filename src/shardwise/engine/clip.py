@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.parallel import Spread
 
-
-def gradients(parameters: Iterable[nn.Parameter], spread: Spread) -> list[Tensor]:
+def gradients(
+    parameters: Iterable[nn.Parameter], of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad
+) -> list[Tensor]:
     """Those that there are."""
-    return [grad for parameter in parameters if (grad := spread.gradient_of(parameter)) is not None]
+    return [grad for parameter in parameters if (grad := of(parameter)) is not None]
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:

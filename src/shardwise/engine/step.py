@@ -198,7 +198,7 @@ def run_step(
 
     beat(Phase.UPDATE, step + 1)
     parts.scaler.unscale_(parts.optimizer)
-    grads = gradients(parts.parameters, parts.spread)
+    grads = gradients(parts.parameters, parts.spread.gradient_of)
     lacking = len(parts.parameters) - len(grads) if parts.spread.needs_every_gradient else 0
     if parts.spread.pipeline is None:
         if not grads:
@@ -321,7 +321,7 @@ def _norm(parts: Parts, grads: list[torch.Tensor], lacking: int) -> list[torch.T
     if pipeline is None:
         return [global_norm(grads).to(parts.world.device)]
     elsewhere = pipeline.counted_elsewhere
-    own = gradients((each for each in parts.parameters if id(each) not in elsewhere), parts.spread)
+    own = gradients(each for each in parts.parameters if id(each) not in elsewhere)
     return pipeline.norm_over_stages(global_norm(own).to(parts.world.device), lacking)
 
 

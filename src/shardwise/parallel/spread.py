@@ -218,7 +218,6 @@ def _whole_copies(
     materialize(module, world.device)
     if strategy == "dp":
         return Spread(over_devices(module), module, layout, regions=regions)
-    broadcast_parameters(module, world)
     broadcast_buffers(module, dict(module.named_buffers()), world)
     dtype = narrow_type(training) if narrows else None
     if strategy == "single":
@@ -226,7 +225,10 @@ def _whole_copies(
         if narrow is not None:
             narrow.collect_as_they_come()
         return Spread(module, module, layout, narrow=narrow, regions=regions)
-    narrow = NarrowWeights(module, dtype) if dtype and reaches_masters(training.ddp) else None
+    narrow = None
+    if dtype and reaches_masters(training.ddp):
+        broadcast_parameters(module, world)  # DDP will see the copies only
+        narrow = NarrowWeights(module, dtype)
     with narrow.in_place() if narrow is not None else nullcontext():
         model, memory = replicate(module, training.ddp, world, narrow)
     return Spread(model, module, layout, memory=memory, narrow=narrow, regions=regions)
