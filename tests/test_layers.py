@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "plan": {"tasks", "data", "parallel"},
     "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
     "drill": {"data", "checkpoint", "engine", "launch"},
-    "verify": {"tasks", "data", "parallel", "checkpoint", "engine", "launch", "watch"},
+    "verify": {"tasks", "data", "parallel", "kernels", "checkpoint", "engine", "launch", "watch"},
     "cli": EVERYTHING,
 }
 

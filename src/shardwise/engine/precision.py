@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.parallel.weights import COMPUTE_TYPES
+from shardwise.kernels.types import COMPUTE_TYPES
 
 
 @dataclass(frozen=True)

@@ -208,17 +208,17 @@ def run_step(
         if lacking:
             raise _unused_parameters(parts, step + 1)
     on_device = torch.stack([*_norm(parts, grads, lacking), total])
+    result = StepResult(
+        step + 1,
+        count=own_count,
+        global_count=int(count),
+        lr=parts.schedule.rate(step),
+        samples=batch.samples,
+        times=clock.times,
+    )
     for group in parts.optimizer.param_groups:
-        group["lr"] = parts.schedule.rate(step)
+        group["lr"] = result.lr
     if parts.runs_ahead:
-        result = StepResult(
-            step + 1,
-            count=own_count,
-            global_count=int(count),
-            lr=parts.schedule.rate(step),
-            samples=batch.samples,
-            times=clock.times,
-        )
         result.awaited = _numbers_of(parts, batch, result, on_device, seen, forwards)
         _update_if_finite(parts, on_device[0])
         parts.optimizer.zero_grad()
@@ -231,17 +231,8 @@ def run_step(
     loss = world.sum(loss_sum)[0] / count if watches_loss(training) and count else None
     # The norm and the loss are the same on every rank, and so is the verdict.
     verdict = judge(training, norm, loss, losses or Losses(), scaled=parts.scaler.is_enabled())
-    result = StepResult(
-        step + 1,
-        skipped=not math.isfinite(norm) or verdict is not None,
-        numbers=(norm, loss_sum),
-        count=own_count,
-        global_count=int(count),
-        lr=parts.schedule.rate(step),
-        samples=batch.samples,
-        times=clock.times,
-        loss=loss,
-    )
+    result.numbers, result.loss = (norm, loss_sum), loss
+    result.skipped = not math.isfinite(norm) or verdict is not None
     if not math.isfinite(loss_sum):
         result.suspect = _suspect(parts, batch, result, seen)
     if verdict is not None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from shardwise.kernels.backend import in_order
+from shardwise.kernels.types import computing_type
 
 NAME = "shardwise"
 """Under which Transformers knows it (`attn_implementation`)."""
@@ -109,7 +110,7 @@ def _takes_groups(query: Tensor, value: Tensor, mask: Tensor | None, backend: st
     """Several query heads per key head: on CUDA only flash and cuDNN attention take them as they are (torch 2.13). Left to
     the others, PyTorch would write out the whole matrix of scores."""
     fits = mask is None and query.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
-    return fits and (not query.is_cuda or (_computes_in(query) in _HALF and backend != "efficient"))
+    return fits and (not query.is_cuda or (computing_type(query) in _HALF and backend != "efficient"))
 
 
 def _preferring(backend: str | None) -> AbstractContextManager[Any]:
@@ -133,7 +134,8 @@ def attend_packed(
     """One row of texts, the n-th from starts[n] to starts[n + 1], none longer than `longest`."""
     queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))  # [tokens, heads, width]
     if _VARLEN is not None and _fits_varlen(query, value, dropout):
-        dtype = _computes_in(query)
+        # Rotary embeddings leave queries in fp32 under autocast, and values not; PyTorch's own attention narrows them all.
+        dtype = computing_type(query)
         narrow = (each.to(dtype) for each in (queries, keys, values))
         return _VARLEN(*narrow, starts, longest, scaling, causal)[None]
     tokens, texts = query.shape[2], starts.shape[0] - 1
@@ -156,16 +158,10 @@ def attend_packed(
 def _fits_varlen(query: Tensor, value: Tensor, dropout: float) -> bool:
     width = query.shape[-1]
     flash = width == value.shape[-1] and width <= _WIDEST_HEAD and width % 8 == 0
-    return query.is_cuda and flash and dropout == 0.0 and _computes_in(query) in _HALF
+    return query.is_cuda and flash and dropout == 0.0 and computing_type(query) in _HALF
 
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-def _computes_in(query: Tensor) -> torch.dtype:
-    """Rotary embeddings leave queries in fp32 under autocast, and values not; PyTorch's own attention narrows them all."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
 def _varlen() -> Callable[..., Tensor] | None:

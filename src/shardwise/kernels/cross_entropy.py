@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.types import computing_type
+
 CHUNK = 4096
 """Tokens whose logits exist at a time."""
 
@@ -37,7 +39,7 @@ def linear_cross_entropy(
     made twice.
     """
     if torch.is_autocast_enabled(hidden.device.type):
-        narrow = torch.get_autocast_dtype(hidden.device.type)
+        narrow = computing_type(hidden)
         hidden, weight = hidden.to(narrow), weight.to(narrow)
         bias = None if bias is None else bias.to(narrow)
     wanted = torch.is_grad_enabled() and any(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.kernels.types import computing_type
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """Matrices whose sides are no multiples of this are left out: the hardware cannot take them."""
@@ -47,7 +49,7 @@ def fp8_problem(device: torch.device) -> str | None:
 
 class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else input.dtype
+        dtype = computing_type(input)
         rows = input.to(dtype).flatten(0, -2)
         if len(rows) % MULTIPLE:  # as many rows as the hardware takes; those that are added are zero
             rows = nn.functional.pad(rows, (0, 0, 0, -len(rows) % MULTIPLE))

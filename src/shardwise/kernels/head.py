@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.kernels.types import computing_type
 
 
 class LossHead(nn.Linear):
@@ -30,7 +31,7 @@ class LossHead(nn.Linear):
             return self._with_a_part_of_the_words(input, self.weight)
         if self.targets is None:
             return super().forward(input)
-        if input.dtype == torch.float16 or _computes_in_fp16(input):
+        if computing_type(input) == torch.float16:
             # Its gradients must be scaled before they are narrowed: that is possible on the way back only.
             logits = super().forward(input).float()
             return F.cross_entropy(logits.flatten(0, -2), self.targets.flatten(), reduction="sum")
@@ -114,8 +115,3 @@ def _gives_logits_as_they_are(model: Any, head: nn.Linear) -> bool:
         listening.remove()
         model.config.pad_token_id = padding
     return len(seen) == 1 and logits is seen[0]
-
-
-def _computes_in_fp16(input: Tensor) -> bool:
-    kind = input.device.type
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16

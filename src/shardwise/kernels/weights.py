@@ -31,13 +31,13 @@ class NarrowWeights:
                 if master is None or master.dtype != torch.float32 or not master.requires_grad:
                     continue
                 if master not in self._copy_of:  # a tied weight has one copy too
-                    self._copy_of[master] = nn.Parameter(master.detach().to(dtype), master.requires_grad)
+                    self._copy_of[master] = nn.Parameter(master.detach().to(dtype))
                 self._places.append((module, name, master))
         self._master_of = {copy: master for master, copy in self._copy_of.items()}
         self.collecting = True
         """Whether gradients go to the masters as they come."""
-        self._waiting: dict[nn.Parameter, None] = {}
         self._waiting_bytes = 0
+        """Of gradients that have come and are not with their masters yet."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -72,8 +72,7 @@ class NarrowWeights:
     def collect_as_they_come(self) -> None:
         """From now on gradients go to the masters during the backward pass, so that few exist twice."""
         for copy in self._master_of:
-            if copy.requires_grad:
-                copy.register_post_accumulate_grad_hook(self._came)
+            copy.register_post_accumulate_grad_hook(self._came)
 
     def collect(self, without: Collection[nn.Parameter] = ()) -> None:
         """Every gradient that there is goes to its master."""
@@ -84,7 +83,6 @@ class NarrowWeights:
                 if copy.grad is not None and master not in without
             ]
         )
-        self._waiting.clear()
         self._waiting_bytes = 0
 
     def drop(self) -> None:
@@ -95,14 +93,9 @@ class NarrowWeights:
     def _came(self, copy: Tensor) -> None:
         if not self.collecting:
             return
-        assert isinstance(copy, nn.Parameter)
-        if copy not in self._waiting:
-            self._waiting[copy] = None
-            self._waiting_bytes += copy.numel() * copy.element_size()
+        self._waiting_bytes += copy.nbytes
         if self._waiting_bytes >= AT_ONCE:
-            _hand_over([(waiting, self._master_of[waiting]) for waiting in self._waiting])
-            self._waiting.clear()
-            self._waiting_bytes = 0
+            self.collect()
 
 
 def _is_narrowed(module: nn.Module) -> bool:

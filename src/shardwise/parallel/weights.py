@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.config import Training
+from shardwise.kernels.types import COMPUTE_TYPES
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -52,15 +53,6 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
             if buffer is not None:
                 module._buffers[name] = _on(buffer, device)
     return model
-
-
-COMPUTE_TYPES = {
-    "bf16-mixed": torch.bfloat16,
-    "fp8-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-mixed": torch.float16,
-}
-"""What the arithmetic of each precision runs in; fp32 where it is not named."""
 
 
 def narrow_type(training: Training) -> torch.dtype | None:

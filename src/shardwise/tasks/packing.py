@@ -11,6 +11,7 @@ import torch
 from shardwise.config import Training
 from shardwise.data.cache import cache_folder
 from shardwise.errors import ConfigError
+from shardwise.kernels.types import COMPUTE_TYPES
 
 
 def on_cuda(training: Training) -> bool:
@@ -37,7 +38,7 @@ def strategy_against_packing(config: Any, samples: str) -> str:
 
 
 def computes_in(training: Training) -> torch.dtype:
-    return {"32-true": torch.float32, "16-mixed": torch.float16}.get(training.precision, torch.bfloat16)
+    return COMPUTE_TYPES.get(training.precision, torch.float32)
 
 
 def measured_attention() -> Path:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.kernels.types import COMPUTE_TYPES
+
 FACTOR = 20.0
 """Two runs may be this many times as far apart as the reference is from itself."""
 NARROW_FACTOR = 5.0
@@ -23,21 +25,19 @@ ULPS = 8.0
 SMALL_SHARE = 1e-3
 """A gradient smaller than this share of the whole is measured against the whole: it may be nothing but rounding."""
 
-_TYPES = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-mixed": torch.float16}
-
 
 def floor_of(precision: str) -> float:
-    return ULPS * torch.finfo(_TYPES.get(precision, torch.float32)).eps
+    return ULPS * torch.finfo(COMPUTE_TYPES.get(precision, torch.float32)).eps
 
 
 def rounding_of(precision: str) -> float:
     """The relative error of one rounding in the type that the arithmetic runs in; in fp32, of a sum of a few."""
-    kind = _TYPES.get(precision)
+    kind = COMPUTE_TYPES.get(precision)
     return torch.finfo(torch.float32).eps if kind is None else torch.finfo(kind).eps / 2
 
 
 def is_narrow(precision: str) -> bool:
-    return precision in _TYPES
+    return precision in COMPUTE_TYPES
 
 
 @dataclass
