@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -270,12 +269,7 @@ def test_a_packed_run_resumed_in_the_middle_is_bit_for_bit_the_uninterrupted_one
     ranks: RankPool, tmp_path: Path
 ) -> None:
     overrides = [PACKED, "model.dropout=0.1", *work.folder_of(tmp_path)]
-    whole = ranks.run(1, work.train, RAGGED, overrides)[0]
-    head = ranks.run(1, functools.partial(work.train, steps=5, save=True), RAGGED, overrides)[0]
-    tail = ranks.run(1, functools.partial(work.train, resume="latest"), RAGGED, overrides)[0]
-    assert head["losses"] + tail["losses"] == whole["losses"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(tail["weights"][name], weight), name
+    work.resumed_bit_for_bit(ranks, 1, RAGGED, overrides, steps=5)
 
 
 def test_a_packed_run_of_cells_without_genes_goes_on(ranks: RankPool, tmp_path: Path) -> None:

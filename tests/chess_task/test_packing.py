@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -166,12 +165,7 @@ def test_a_packed_run_resumed_in_the_middle_is_bit_for_bit_the_uninterrupted_one
     ragged: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     overrides = [PACKED, "model.architecture=gpt2", "model.dropout=0.1", *work.folder_of(tmp_path)]
-    whole = ranks.run(1, work.train, ragged, overrides)[0]
-    head = ranks.run(1, functools.partial(work.train, steps=7, save=True), ragged, overrides)[0]
-    tail = ranks.run(1, functools.partial(work.train, resume="latest"), ragged, overrides)[0]
-    assert head["losses"] + tail["losses"] == whole["losses"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(tail["weights"][name], weight), name
+    work.resumed_bit_for_bit(ranks, 1, ragged, overrides, steps=7)
 
 
 def test_evaluation_does_not_pack(task_of: Callable[..., ChessTask]) -> None:

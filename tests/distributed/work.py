@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -16,6 +17,9 @@ from shardwise.engine import step as step_module
 from shardwise.engine.fit import fit
 from shardwise.engine.session import Session
 from tests.tasks import config_of
+
+if TYPE_CHECKING:
+    from tests.distributed.pool import FreshRanks, RankPool
 
 Record = dict[str, Any]
 
@@ -51,6 +55,19 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
             return record
     finally:
         step_module.loss_weight = original
+
+
+def resumed_bit_for_bit(
+    ranks: RankPool | FreshRanks, size: int, text: str, overrides: list[str], *, steps: int, job: Any = train
+) -> Record:
+    """The claim that a run which was saved after so many steps goes on as the uninterrupted one, whose record is returned."""
+    whole = ranks.run(size, job, text, overrides)[0]
+    head = ranks.run(size, functools.partial(job, steps=steps, save=True), text, overrides)[0]
+    tail = ranks.run(size, functools.partial(job, resume="latest"), text, overrides)[0]
+    assert head["losses"] + tail["losses"] == whole["losses"]
+    for name, weight in whole["weights"].items():
+        assert torch.equal(tail["weights"][name], weight), name
+    return dict(whole)
 
 
 def full_weights(session: Session) -> dict[str, torch.Tensor]:

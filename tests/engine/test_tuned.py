@@ -74,11 +74,7 @@ def test_the_curve_is_that_of_plain_blocks_and_updates(
 def test_resumed_it_goes_on_with_the_weights_of_the_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     """Copies that were made with the last update must not outlive the weights that they were made of."""
     options = ["training.strategy=single", "training.compile=true", *work.folder_of(tmp_path)]
-    whole = ranks.run(1, train_tuned, TEXT, options)[0]
-    first = ranks.run(1, functools.partial(train_tuned, steps=4, save=True), TEXT, options)[0]
-    rest = ranks.run(1, functools.partial(train_tuned, resume="latest"), TEXT, options)[0]
-    assert first["losses"] + rest["losses"] == whole["losses"]
-    assert all(torch.equal(rest["weights"][name], weight) for name, weight in whole["weights"].items())
+    work.resumed_bit_for_bit(ranks, 1, TEXT, options, steps=4, job=train_tuned)
 
 
 @pytest.mark.parametrize(("steps", "compiles"), [(199, False), (200, True)])

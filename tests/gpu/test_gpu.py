@@ -60,12 +60,7 @@ def test_resumed_on_a_gpu_it_is_bit_for_bit_the_uninterrupted_run(
     ranks: RankPool, tmp_path: Path, strategy: str, precision: str
 ) -> None:
     overrides = [*options(strategy, precision), "model.dropout=0.2", *work.folder_of(tmp_path)]
-    whole = ranks.run(1, work.train, CONFIG, overrides)[0]
-    head = ranks.run(1, functools.partial(work.train, steps=4, save=True), CONFIG, overrides)[0]
-    tail = ranks.run(1, functools.partial(work.train, resume="latest"), CONFIG, overrides)[0]
-    assert head["losses"] + tail["losses"] == whole["losses"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(tail["weights"][name], weight), name
+    work.resumed_bit_for_bit(ranks, 1, CONFIG, overrides, steps=4)
 
 
 def test_a_checkpoint_of_the_gpu_goes_on_on_the_cpu(ranks: RankPool, tmp_path: Path, on_cpu: dict[str, Any]) -> None:

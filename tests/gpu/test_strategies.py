@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed import work
 from tests.distributed.pool import FreshRanks
@@ -71,9 +69,4 @@ def test_resumed_on_a_gpu_it_is_bit_for_bit_the_uninterrupted_run(
     fresh_ranks: FreshRanks, tmp_path: Path, way: str
 ) -> None:
     overrides = [*overrides_of(way), "model.dropout=0.2", *work.folder_of(tmp_path)]
-    whole = fresh_ranks.run(1, work.train, CONFIG, overrides)[0]
-    head = fresh_ranks.run(1, functools.partial(work.train, steps=4, save=True), CONFIG, overrides)[0]
-    tail = fresh_ranks.run(1, functools.partial(work.train, resume="latest"), CONFIG, overrides)[0]
-    assert head["losses"] + tail["losses"] == whole["losses"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(tail["weights"][name], weight), name
+    work.resumed_bit_for_bit(fresh_ranks, 1, CONFIG, overrides, steps=4)

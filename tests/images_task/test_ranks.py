@@ -123,12 +123,7 @@ def test_the_curve_is_the_same_to_rounding_in_either_order(ranks: RankPool) -> N
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_resumed_resnet_is_bit_for_bit_the_uninterrupted_run(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
     overrides = [f"training.strategy={strategy}", "training.max_epochs=2", *work.folder_of(tmp_path)]
-    whole = ranks.run(2, work.train, RESNET, overrides)[0]
-    head = ranks.run(2, functools.partial(work.train, steps=2, save=True), RESNET, overrides)[0]
-    tail = ranks.run(2, functools.partial(work.train, resume="latest"), RESNET, overrides)[0]
-    assert head["losses"] + tail["losses"] == whole["losses"]
-    for name, weight in whole["weights"].items():
-        assert torch.equal(tail["weights"][name], weight), name
+    work.resumed_bit_for_bit(ranks, 2, RESNET, overrides, steps=2)
 
 
 @pytest.mark.parametrize(("text", "precision"), [(RESNET, "bf16-mixed"), (VIT, "bf16-mixed"), (VIT, "bf16-true")])
