@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import nn
 
@@ -73,3 +76,15 @@ def test_an_update_is_seen_at_the_next_step() -> None:
         model.weight.fill_(3.0)
     with narrow.in_place():
         assert (model.weight == 3.0).all()
+
+
+def test_nothing_is_held_when_the_model_is_let_go() -> None:
+    model = Tied()
+    narrow = NarrowWeights(model, torch.bfloat16)
+    narrow.collect_as_they_come()
+    with narrow.in_place():
+        model(torch.arange(10)).backward()
+    left = [weakref.ref(each) for each in (narrow, *narrow.copies, *model.parameters())]
+    del model, narrow
+    gc.collect()
+    assert not [each for each in left if each() is not None]

@@ -49,11 +49,11 @@ def main() -> None:
         torch.set_num_threads(1)  # a tiny model has no work for more
     print(f"{device_name(DEVICE)}: {', '.join(chosen)}", flush=True)
     for name in chosen:
-        _compare(name, options, arguments.only, ends, report)
+        _compare(name, options, arguments.only, arguments.without, ends, report)
     print(f"\n{report.text()}")
 
 
-def _compare(name: str, options: Options, only: list[str], ends: float, report: Report) -> None:
+def _compare(name: str, options: Options, only: list[str], without: list[str], ends: float, report: Report) -> None:
     try:
         work = _work(name, options)
     except Exception as error:
@@ -62,7 +62,7 @@ def _compare(name: str, options: Options, only: list[str], ends: float, report: 
         return
     rows: list[Row] = []
     for contender in work.contenders:
-        if only and not any(part.lower() in contender.name.lower() for part in only):
+        if (only and not _named(contender.name, only)) or _named(contender.name, without):
             continue
         if time.monotonic() > ends:
             print(f"{name}: {contender.name}: left out, the time is up", flush=True)
@@ -71,6 +71,10 @@ def _compare(name: str, options: Options, only: list[str], ends: float, report: 
         rows.append(take_turn(contender))
         print(f"{name}: {line(rows[-1])} {time.monotonic() - began:.0f} s in all", flush=True)
         report.add(name, [*table(name, work, rows), *work.study(rows, report.out)], record(work, rows))
+
+
+def _named(name: str, parts: list[str]) -> bool:
+    return any(part.lower() in name.lower() for part in parts)
 
 
 def _work(name: str, options: Options) -> Work:
@@ -98,6 +102,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--works", default=",".join(WORKS), help=f"which, with commas between: {', '.join(WORKS)}")
     parser.add_argument("--only", action="append", default=[], help="contenders whose name has this in it; repeatable")
+    parser.add_argument(
+        "--without", action="append", default=[], help="contenders with this in their name are left out"
+    )
     parser.add_argument("--out", type=Path, help="a markdown file, with a JSON of the same name beside it")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these, no contender is begun")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to try the script")

@@ -20,6 +20,8 @@ from shardwise.tasks.chess.model import build_language_model
 from shardwise.tasks.chess.tokens import MoveTokenizer
 
 LONGEST = 256
+DIFFERENT = 1024
+"""Games, used over and over: to make legal ones takes longer than to train on them."""
 
 
 def chess(options: Options) -> Work:
@@ -76,9 +78,11 @@ class _Games:
     def __init__(self, number: int, batch: int) -> None:
         draw = random.Random(SEED)
         self.batch = batch
-        lengths = [min(LONGEST - 2, max(8, round(draw.gammavariate(4.5, 16)))) for _ in range(number)]
-        self.texts = [random_game(SEED, index, length) for index, length in enumerate(lengths)]
-        self.ids = [MoveTokenizer().encode(text, with_moves=False).ids for text in self.texts]
+        lengths = [min(LONGEST - 2, max(8, round(draw.gammavariate(4.5, 16)))) for _ in range(min(number, DIFFERENT))]
+        texts = [random_game(SEED, index, length) for index, length in enumerate(lengths)]
+        ids = [MoveTokenizer().encode(text, with_moves=False).ids for text in texts]
+        self.texts = [texts[index % DIFFERENT] for index in range(number)]
+        self.ids = [ids[index % DIFFERENT] for index in range(number)]
         self._in_order = in_order(self.ids)
         self.mean_length = sum(map(len, self.ids)) / number
         self.longest = max(map(len, self.ids))

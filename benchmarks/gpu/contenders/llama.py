@@ -77,9 +77,9 @@ def llama_7b(options: Options) -> Work:
     contenders = [
         row.trainer("Transformers Trainer, gradient_checkpointing", gradient_checkpointing=True),
         row.shardwise("shardwise", {}),
+        row.shardwise("shardwise, bf16-true", {"precision": "bf16-true"}),
         row.shardwise("shardwise, 4 micro-batches per step", {"gradient_accumulation": 4}),
         row.shardwise("shardwise, fsdp with activation_checkpointing", recomputing),
-        row.shardwise("shardwise, bf16-true", {"precision": "bf16-true"}),
         wide.shardwise("shardwise, bf16-true, larger batch", {"precision": "bf16-true"}),
     ]
     title = f"{shape} (CodeLlama 7B's shape); fp32 weights, computed in bf16, where not said otherwise"

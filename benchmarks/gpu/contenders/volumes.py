@@ -31,9 +31,9 @@ def segresnet(options: Options) -> Work:
         row = _Rows("SegResNet", _size(options), batch, options)
         contenders += [
             row("plain loop", by_hand.train, arguments),
-            row("plain loop, torch.compile of the whole network", partial(by_hand.train, compiler=options.compiler), arguments),
             row("Lightning", with_lightning.train, arguments),
             row.shardwise("shardwise", arguments),
+            row("plain loop, torch.compile of the whole network", partial(by_hand.train, compiler=options.compiler), arguments),
         ]  # fmt: skip
     return Work(_title("SegResNet", arguments, _size(options)), "volumes", contenders)
 
@@ -46,8 +46,8 @@ def swin(options: Options) -> Work:
         row("plain loop, use_checkpoint", by_hand.train, recomputing),
         row("plain loop", by_hand.train, arguments),
         row("Lightning, use_checkpoint", with_lightning.train, recomputing),
-        row.shardwise("shardwise, use_checkpoint", recomputing),
         row.shardwise("shardwise", arguments),
+        row.shardwise("shardwise, use_checkpoint", recomputing),
     ]
     return Work(_title("SwinUNETR", arguments, row.size), "volumes", contenders)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +32,7 @@ def train(
         "optimizer": {"name": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
         "scheduler": {"name": "constant"},
         "compile": "auto" if DEVICE.type == "cpu" else True,  # auto is that in runs of 200 steps and more
+        "async_checkpoint": False,  # none is written: no memory is taken for it
     }
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(
@@ -40,7 +40,6 @@ def train(
         )
         with Session(config) as session:
             session.prepare()
-            _memory_taken()
             meter.ready()
             for batch in session.batches():
                 result = session.step(batch)
@@ -49,10 +48,3 @@ def train(
 
 def _loss(result: StepResult) -> float:
     return result.loss_sum / result.count
-
-
-def _memory_taken() -> None:
-    """A thread takes host memory for checkpoints when a run begins, gigabytes for a large model: over before steps are timed."""
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint memory":
-            thread.join()

@@ -68,13 +68,15 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._written: list[Written] = []
 
-    def expect(self, parameters: Iterable[nn.Parameter], copies: int, at_most: int) -> int:
-        """Take memory ahead, `at_most` so many bytes, for what this rank will write: its weights, and moments like Adam's,
-        shared by `copies`. Returns how much that will be."""
+    @staticmethod
+    def needed(parameters: Iterable[nn.Parameter], copies: int) -> int:
+        """How many bytes this rank will write: its weights, and moments like Adam's, shared by `copies`."""
         own = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in parameters)
-        needed = 3 * own // copies
-        self._stage.reserve(min(needed, at_most))
-        return needed
+        return 3 * own // copies
+
+    def reserve(self, size: int) -> None:
+        """Take memory for that many bytes ahead, while training runs."""
+        self._stage.reserve(size)
 
     def save(
         self,

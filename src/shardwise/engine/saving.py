@@ -154,6 +154,7 @@ class Checkpoints:
         self.saver: Saver | None = None
         self._owns_folder = False
         """Whether the checkpoints that lie in the folder belong to this run."""
+        self._to_reserve = 0
 
     def open(self, parameters: Iterable[nn.Parameter], copies: int) -> None:
         """When the model is there. `copies`: how many ranks hold the same tensors, and write a part of them each."""
@@ -165,7 +166,10 @@ class Checkpoints:
             patience=SLOW_STORAGE * self.training.hang_timeout,
         )
         free = host_memory()[0]
-        needed = self.world.size * self.saver.expect(parameters, copies, free // 2 // self.world.size)
+        own = self.saver.needed(parameters, copies)
+        needed = self.world.size * own
+        if self.training.async_checkpoint:
+            self._to_reserve = min(own, free // 2 // self.world.size)
         if needed > free and self.world.is_first:
             print(
                 f"warning: a checkpoint is copied into host memory first, {gib(needed)} over all ranks, and this machine has "
@@ -173,6 +177,12 @@ class Checkpoints:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def step_made(self) -> None:
+        """After the first step, memory for checkpoints is taken: it takes seconds, and a start has enough to do."""
+        if self._to_reserve and self.saver is not None:
+            self.saver.reserve(self._to_reserve)
+            self._to_reserve = 0
 
     def begin_anew(self) -> None:
         """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's."""

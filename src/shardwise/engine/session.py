@@ -34,6 +34,7 @@ from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import garbage_kept_small
+from shardwise.engine.initial import initial_model
 from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
@@ -204,7 +205,7 @@ class Session:
         check_data(self.train_data, self.valid_data, self.world)
         training = self.config.training
         spread_model = spread(
-            self._build(task),
+            lambda: initial_model(task, self.config.seed),
             task.blocks,
             task.tensor_plan,
             self.strategy,
@@ -271,13 +272,6 @@ class Session:
             return self.task.loss(model, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs())).sum
 
         return trial
-
-    def _build(self, task: Task) -> Callable[[], nn.Module]:
-        def build() -> nn.Module:
-            seed_everything(self.config.seed, Purpose.WEIGHTS)  # the same on every rank, or weights would differ
-            return task.build_model()
-
-        return build
 
     @property
     def parts(self) -> Parts:
@@ -394,6 +388,7 @@ class Session:
         self.steps_done += 1
         self.skipped_steps += result.skipped
         self.cursor = batch.after
+        self.checkpoints.step_made()
         return result
 
     def _stopping(self) -> bool:

@@ -8,7 +8,7 @@ checkpoints are AdamW's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -51,15 +51,18 @@ class NarrowAdamW(torch.optim.AdamW):
         device = chosen[0][1].device
         found = self.found_inf if self.found_inf is not None else torch.zeros((), device=device)
         scale = self.grad_scale if self.grad_scale is not None else torch.ones((), device=device)
-        torch._foreach_add_([self.state[weight]["step"] for _, weight in chosen], 1 - found)
-        rates = {id(group): torch.full((), float(group["lr"]), device=device) for group in self.param_groups}
-        for group, weight in chosen:
-            state, gradient = self.state[weight], gradients[weight]
-            assert gradient is not None
-            flat = [each.view(-1) for each in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])]
-            decay, (first, second), eps = group["weight_decay"], group["betas"], group["eps"]
-            self._run(*flat, state["step"], rates[id(group)], scale, found, decay, first, second, eps)
-            weight.grad = kept[weight]
+        for group in self.param_groups:
+            weights = [weight for of, weight in chosen if of is group]
+            if not weights:
+                continue
+            steps = [self.state[weight]["step"] for weight in weights]
+            torch._foreach_add_(steps, [1 - found] * len(steps))
+            for weight, numbers in zip(weights, _numbers(group, torch.stack(steps), scale, found), strict=True):
+                state, gradient = self.state[weight], gradients[weight]
+                assert gradient is not None
+                flat = [each.view(-1) for each in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])]
+                self._run(*flat, numbers, *group["betas"], group["eps"])
+                weight.grad = kept[weight]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -81,27 +84,41 @@ class NarrowAdamW(torch.optim.AdamW):
         update(*given)
 
 
+def _numbers(group: dict[str, Any], steps: Tensor, scale: Tensor, found: Tensor) -> Sequence[Tensor]:
+    """What an update needs besides its tensors, for each weight: made for all at once, and never looked at by the host."""
+    rate, (first, second) = float(group["lr"]), group["betas"]
+    kept = torch.full_like(steps, 1 - rate * group["weight_decay"])
+    columns = [
+        rate / (1 - first**steps),
+        (1 - second**steps).sqrt(),
+        kept,
+        scale.expand_as(steps),
+        found.expand_as(steps),
+    ]
+    unused = [kept] * (
+        8 - len(columns)
+    )  # so that every row begins at a multiple of 32 bytes, as compiled code likes it
+    return torch.stack([*columns, *unused], dim=1).unbind()
+
+
 def update(
     weight: Tensor,
     gradient: Tensor,
     mean: Tensor,
     square: Tensor,
-    step: Tensor,
-    rate: Tensor,
-    scale: Tensor,
-    found: Tensor,
-    decay: float,
+    numbers: Tensor,
     first: float,
     second: float,
     eps: float,
 ) -> None:
-    """As PyTorch's fused AdamW, in place. Where `found` is not 0, everything stays as it is."""
+    """As PyTorch's fused AdamW, in place. `numbers`: the rate, corrected for a mean that began at 0; the root of the square's
+    correction; what decay leaves of a weight; what the gradient is divided by; and, where it is not 0, everything stays."""
+    rate, root, kept, scale, found = numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]
     stays = found != 0
     true = gradient.float() / scale
     next_mean = mean + (true - mean) * (1 - first)
     next_square = square * second + true * true * (1 - second)
-    deviation = next_square.sqrt() / (1 - second**step).sqrt() + eps
-    next_weight = weight * (1 - rate * decay) - rate / (1 - first**step) * next_mean / deviation
+    next_weight = weight * kept - rate * next_mean / (next_square.sqrt() / root + eps)
     mean.copy_(torch.where(stays, mean, next_mean))
     square.copy_(torch.where(stays, square, next_square))
     weight.copy_(torch.where(stays, weight, next_weight))

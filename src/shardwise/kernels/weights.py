@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,12 @@ class NarrowWeights:
 
     def collect_as_they_come(self) -> None:
         """From now on gradients go to the masters during the backward pass, so that few exist twice."""
+        # Weakly: Python's garbage collection does not see what a tensor's hooks hold, and would never free what holds the tensor.
+        came = WeakMethod(self._came)
         for copy in self._master_of:
-            copy.register_post_accumulate_grad_hook(self._came)
+            copy.register_post_accumulate_grad_hook(
+                lambda copy: method(copy) if (method := came()) is not None else None
+            )
 
     def collect(self, without: Collection[nn.Parameter] = ()) -> None:
         """Every gradient that there is goes to its master."""

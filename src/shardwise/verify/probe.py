@@ -21,6 +21,7 @@ from shardwise.data import BatchedSamples, Reader, shares
 from shardwise.data.loader import Work, _map_tensors
 from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.initial import initial_model
 from shardwise.engine.own import OwnTask
 from shardwise.engine.precision import Precision
 from shardwise.engine.session import Session
@@ -165,8 +166,7 @@ def _model(session: Session) -> nn.Module:
     if isinstance(session.task, OwnTask):
         model = copy.deepcopy(session.parts.spread.module)
     else:
-        seed_everything(session.config.seed, Purpose.WEIGHTS)
-        model = session.task.build_model()
+        model = initial_model(session.task, session.config.seed)
         if session.config.training.precision == "bf16-true":
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
