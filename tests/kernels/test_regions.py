@@ -74,3 +74,42 @@ def test_a_model_that_does_not_compile_runs_as_it_is_and_one_line_says_so(caplog
     (line,) = [record.message for record in caplog.records if record.name == "shardwise"]
     assert line.startswith("the model does not compile, and runs as it is: ") and "\n" not in line
     assert all("forward" not in vars(block) for block in compiled)
+
+
+class Pooled(nn.Module):
+    """Two blocks of one code and different sizes, as the stages of a network are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = Block(), Block()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(rows)[::2])
+
+
+def compiled_sizes(one_size: bool, rows: list[int]) -> list[int | str]:
+    """How many rows each graph that is compiled takes."""
+    found: list[int | str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        (rows,) = [each for each in inputs if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)]
+        found.append("any" if any(isinstance(each, torch.SymInt) for each in inputs) else rows.shape[0])
+        return graph.forward
+
+    network = Pooled()
+    compile_regions([network.wide, network.narrow], backend=backend, one_size=one_size)  # type: ignore[arg-type]
+    for number in rows:
+        network(torch.randn(number, 4)).sum().backward()
+    return found
+
+
+def test_stages_of_one_size_are_each_compiled_for_it() -> None:
+    assert compiled_sizes(False, [24, 24]) == [24, "any"]
+    torch._dynamo.reset()
+    assert compiled_sizes(True, [24, 24]) == [24, 12]
+
+
+def test_a_shorter_last_batch_is_not_compiled_for_and_a_first_one_does_not_stay_the_measure() -> None:
+    assert compiled_sizes(True, [24, 10, 24, 2]) == [24, 12]
+    torch._dynamo.reset()
+    assert compiled_sizes(True, [10, 24, 10, 24]) == [10, 5, 24, 12]

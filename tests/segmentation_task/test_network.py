@@ -5,7 +5,8 @@ import torch
 
 from shardwise.config.segmentation import SegmentationModel
 from shardwise.errors import ConfigError
-from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks
+from shardwise.kernels.regions import compile_regions
+from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks, network_regions
 
 SHAPES = Shapes(in_channels=2, out_channels=3, size=(32, 32, 32))
 
@@ -46,6 +47,31 @@ def test_swin_unetr_is_built_and_its_stages_and_decoders_are_blocks() -> None:
     inside = [id(parameter) for block in blocks for parameter in block.parameters()]
     assert len(inside) == len(set(inside)), "no parameter is in two blocks"
     assert set(inside) == {id(parameter) for parameter in network.parameters()}
+
+
+def test_a_network_of_convolutions_is_compiled_as_a_whole() -> None:
+    network = build_network(model("SegResNet"), SHAPES)
+    assert network_regions(network) == [network]
+
+
+def test_of_swin_unetr_convolutions_and_attention_are_compiled_and_what_moves_windows_is_not() -> None:
+    shapes = Shapes(1, 1, (64, 32, 32))
+    network = build_network(model("SwinUNETR", feature_size=12), shapes)
+    regions = network_regions(network)
+    names = {module: name for name, module in network.named_modules()}
+    kinds = [type(region).__name__ for region in regions]
+    assert kinds.count("WindowAttention") == 8
+    assert not any("Swin" in kind or "BasicLayer" in kind for kind in kinds)
+    assert {"encoder1.layer", "decoder1"} & {names[region] for region in regions}
+    inside = [id(parameter) for region in regions for parameter in region.parameters()]
+    assert len(inside) == len(set(inside)), "nothing is compiled twice"
+
+    torch._dynamo.reset()
+    image = torch.randn(1, 1, *shapes.size)
+    plain = network(image)
+    compiled = compile_regions(regions, backend="eager", one_size=True)
+    assert torch.equal(network(image), plain)
+    assert compiled.problem is None and compiled.seconds > 0
 
 
 def test_what_is_given_goes_before_what_follows_from_the_data() -> None:

@@ -214,6 +214,7 @@ class Session:
             self.batching.accumulation,
             self._trial(),
             find_regions=task.regions if self._compiles() else None,
+            one_size=task.one_size,
             narrows=task.narrow_weights if training.narrow_weights == "auto" else training.narrow_weights,
         )
         lr = resolve_learning_rate(training, self.batching.global_batch)

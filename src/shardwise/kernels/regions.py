@@ -50,8 +50,9 @@ class Regions:
         log.warning(f"the model does not compile, and runs as it is: {self.problem}")
 
 
-def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", dynamic: bool | None = None) -> Regions:
-    """`dynamic`: whether sizes may change from call to call; None: decided when they first do."""
+def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", one_size: bool = False) -> Regions:
+    """`one_size`: each block is compiled for the largest input it gets. Otherwise, for sizes that differ when they first do:
+    blocks that share their code and differ in size, as the stages of a network do, would count as that."""
     regions = Regions()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
     # Backward passes are compiled with the forward, so that a block which cannot be is known before any gradient is there.
@@ -61,16 +62,17 @@ def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", dynam
         if "forward" in block.__dict__:
             continue  # somebody has put another in its place already
         regions.blocks.append(block)
-        block.__dict__["forward"] = _Region(regions, block.forward, backend, dynamic)
+        block.__dict__["forward"] = _Region(regions, block.forward, backend, one_size)
     return regions
 
 
 class _Region:
     """In the place of a block's `forward`. A copy of the block, and one that is kept in a file, has its plain one again."""
 
-    def __init__(self, regions: Regions, plain: Callable[..., Any], backend: str, dynamic: bool | None) -> None:
+    def __init__(self, regions: Regions, plain: Callable[..., Any], backend: str, one_size: bool) -> None:
         self.regions, self.plain = regions, plain
-        self.compiled = torch.compile(plain, backend=backend, dynamic=dynamic)
+        self.compiled = torch.compile(plain, backend=backend, dynamic=False if one_size else None)
+        self.one_size, self.largest = one_size, 0
 
     def __reduce__(self) -> Any:
         return MethodType, (self.plain.__func__, self.plain.__self__)  # type: ignore[attr-defined]
@@ -78,6 +80,8 @@ class _Region:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Evaluation has other shapes, and is too short to compile for.
         if self.regions.problem is not None or self.regions.paused or not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if self.one_size and self._is_smaller(*args, *kwargs.values()):
             return self.plain(*args, **kwargs)
         before = _compiled_frames()
         began = time.perf_counter()
@@ -89,6 +93,12 @@ class _Region:
         if _compiled_frames() != before:
             self.regions.seconds += time.perf_counter() - began
         return result
+
+    def _is_smaller(self, *inputs: Any) -> bool:
+        """As the last batch of an epoch may be: it is not worth compiling for."""
+        size = sum(each.numel() for each in inputs if isinstance(each, torch.Tensor))
+        self.largest = max(size, self.largest)
+        return size < self.largest
 
 
 def _compiled_frames() -> int:

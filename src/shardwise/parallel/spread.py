@@ -144,15 +144,16 @@ def spread(
     trial: Trial,
     *,
     find_regions: FindBlocks | None = None,
+    one_size: bool = False,
     narrows: bool = False,
 ) -> Spread:
     """Tensor types → batch norm → stages → split matrices → fp8 → compile regions → activation checkpointing → sharding or
     replicas → weights, in this order for every model. `find_regions`: what to compile; None: nothing.
-    `narrows`: whole copies of the model compute with narrow weights too."""
+    `one_size`: it is compiled for inputs of one size. `narrows`: whole copies of the model compute with narrow weights too."""
     world = layout.world
     build = _with_batch_norm(build, training, world)
     if strategy in ("single", "dp", "ddp", "zero1"):
-        return _whole_copies(build, find_blocks, find_regions, strategy, training, layout, narrows)
+        return _whole_copies(build, find_blocks, find_regions, one_size, strategy, training, layout, narrows)
     shape = build_shape(build)
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
@@ -164,7 +165,7 @@ def spread(
     blocks = find_blocks(shape)
     if strategy == "tensor":
         split_matrices(shape, plan, training, layout)
-    regions = _tuned(shape, blocks, blocks if find_regions else None, training, world)
+    regions = _tuned(shape, blocks, blocks if find_regions else None, one_size, training, world)
     blocks = recompute(shape, blocks, fsdp)
     if strategy == "fsdp" or layout.data_size > 1:
         shard(shape, blocks, training, layout)
@@ -188,7 +189,12 @@ def _with_batch_norm(build: Build, training: Training, world: World) -> Build:
 
 
 def _tuned(
-    model: nn.Module, blocks: list[nn.Module], compiled: list[nn.Module] | None, training: Training, world: World
+    model: nn.Module,
+    blocks: list[nn.Module],
+    compiled: list[nn.Module] | None,
+    one_size: bool,
+    training: Training,
+    world: World,
 ) -> Regions | None:
     if training.precision == "fp8-mixed":
         if problem := fp8_problem(world.device):
@@ -199,13 +205,14 @@ def _tuned(
     for module in model.modules():
         if isinstance(module, LossHead):
             module.compiled = True
-    return compile_regions(compiled)
+    return compile_regions(compiled, one_size=one_size)
 
 
 def _whole_copies(
     build: Build,
     find_blocks: FindBlocks,
     find_regions: FindBlocks | None,
+    one_size: bool,
     strategy: str,
     training: Training,
     layout: Layout,
@@ -214,7 +221,8 @@ def _whole_copies(
     world = layout.world
     module = build() if world.is_first else build_shape(build)
     cast_parameters(module, training)
-    regions = _tuned(module, find_blocks(module), find_regions(module) if find_regions else None, training, world)
+    compiled = find_regions(module) if find_regions else None
+    regions = _tuned(module, find_blocks(module), compiled, one_size, training, world)
     materialize(module, world.device)
     if strategy == "dp":
         return Spread(over_devices(module), module, layout, regions=regions)

@@ -45,6 +45,8 @@ class Task(ABC):
     narrow_weights: bool = False
     """Whether its models may compute with narrow copies of the weights (training.narrow_weights: auto): nothing of theirs but
     the optimizer changes a weight, and no operation of theirs minds its type."""
+    one_size: bool = False
+    """Whether all samples of training have one size: what is compiled is compiled for that size then."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
 

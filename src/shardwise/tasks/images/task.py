@@ -30,6 +30,7 @@ SYNTHETIC_SIZE = 32
 class ImagesTask(Task):
     Data, Model = ImagesData, ImagesModel
     unit = "images"
+    one_size = True
 
     @property
     def _data_options(self) -> ImagesData:

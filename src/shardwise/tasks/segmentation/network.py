@@ -78,14 +78,19 @@ def network_blocks(model: nn.Module) -> list[nn.Module]:
 
 def network_regions(model: nn.Module) -> list[nn.Module]:
     """A network of convolutions as a whole: its parts come in so many sizes that they would compile no faster each on its
-    own, and run slower. Where there is attention between windows, whose code is long, the convolutions around it."""
-    if not any("attention" in type(module).__name__.lower() for module in model.modules()):
+    own, and run slower. Where there is attention between windows, the code that cuts and moves these is long: there, the
+    convolutions around it, and attention itself."""
+    if not _attentions(model):
         return [model]
-    return [
-        block
-        for block in network_blocks(model)
-        if not any("attention" in type(module).__name__.lower() for module in block.modules())
-    ]
+    regions = []
+    for block in network_blocks(model):
+        regions += [each for each in _attentions(block) if not _attentions(each)[1:]] or [block]
+    return regions
+
+
+def _attentions(module: nn.Module) -> list[nn.Module]:
+    """The module itself among them, if it is one."""
+    return [each for each in module.modules() if "attention" in type(each).__name__.lower()]
 
 
 def _kind(name: str) -> type[nn.Module]:

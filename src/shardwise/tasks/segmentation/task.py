@@ -36,6 +36,7 @@ from shardwise.tasks.segmentation.windows import calls_for, predict_volumes
 
 class SegmentationTask(Task):
     Data, Model = SegmentationData, SegmentationModel
+    one_size = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
