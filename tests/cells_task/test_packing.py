@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.engine.session import Session
 from shardwise.errors import ConfigError
 from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.layout import laid_out, padding_share
@@ -319,3 +320,22 @@ def test_by_default_cells_are_packed_on_cuda_where_that_can_be(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     assert task_of("training.device=auto", *overrides).packs is packs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_size_of_a_batch_is_found_with_batches_that_lie_as_those_of_training_do(
+    layout: str, monkeypatch: pytest.MonkeyPatch, in_tmp: Path
+) -> None:
+    tried: list[set[str]] = []
+    loss = CellsTask.loss
+
+    def noted(self: CellsTask, model: nn.Module, batch: Any) -> Any:
+        tried.append(set(batch))
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(CellsTask, "loss", noted)
+    config = config_of(RAGGED, [*LAYOUTS[layout], "training.batch_size=auto", "training.gradient_accumulation=1"])
+    with Session(config) as session:
+        session.prepare()
+        trained = set(next(iter(session.batches())).micro[0].inputs)
+    assert tried and all(each == trained for each in tried)
