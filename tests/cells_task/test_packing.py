@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.engine.session import Session
 from shardwise.errors import ConfigError
 from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.layout import laid_out, padding_share
@@ -20,6 +21,7 @@ from tests.cells_task.test_tokens import STRATEGIES, encoded
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.distributed.test_parity import assert_same_curve
+from tests.packing import BY_DEFAULT, REFUSED
 from tests.tasks import config_of
 
 RAGGED = """
@@ -289,33 +291,34 @@ def test_evaluation_does_not_pack() -> None:
     assert task.evaluate(task.build_model(), batch)["cells"].columns["embedding"].shape == (6, 16)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["training.strategy=pipeline"], "strategy pipeline cuts a micro-batch along its rows"),
-        (["training.strategy=dp"], "strategy dp cuts a micro-batch along its rows"),
-        (["training.tensor={sequence_parallel: true}"], "sequence_parallel cuts the rows themselves"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
 def test_packing_that_cannot_be_is_refused_with_a_reason(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=f"tokenizer.packing: true, but .*{message}"):
         task_of(PACKED, *overrides).train_data()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "on_cuda", "packs"),
-    [
-        ([], True, True),
-        ([], False, False),
-        ([PADDED], True, False),
-        (["training.strategy=pipeline"], True, False),
-        (["training.strategy=dp"], True, False),
-        (["training.tensor={sequence_parallel: true}"], True, False),
-        (["training.tensor={}"], True, True),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "on_cuda", "packs"), BY_DEFAULT)
 def test_by_default_cells_are_packed_on_cuda_where_that_can_be(
     monkeypatch: pytest.MonkeyPatch, overrides: list[str], on_cuda: bool, packs: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_cuda)
     assert task_of("training.device=auto", *overrides).packs is packs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_size_of_a_batch_is_found_with_batches_that_lie_as_those_of_training_do(
+    layout: str, monkeypatch: pytest.MonkeyPatch, in_tmp: Path
+) -> None:
+    tried: list[set[str]] = []
+    loss = CellsTask.loss
+
+    def noted(self: CellsTask, model: nn.Module, batch: Any) -> Any:
+        tried.append(set(batch))
+        return loss(self, model, batch)
+
+    monkeypatch.setattr(CellsTask, "loss", noted)
+    config = config_of(RAGGED, [*LAYOUTS[layout], "training.batch_size=auto", "training.gradient_accumulation=1"])
+    with Session(config) as session:
+        session.prepare()
+        trained = set(next(iter(session.batches())).micro[0].inputs)
+    assert tried and all(each == trained for each in tried)

@@ -173,7 +173,7 @@ def test_a_second_one_waits_for_the_first_so_that_there_is_never_more_than_one_c
 ) -> None:
     model, optimizer = trained()
     saver.save(model, optimizer, progress(1))
-    memory = saver._stage.files[0].body.data_ptr()
+    memory = saver._stage.files[0].body[0].data_ptr()
     second = threading.Thread(target=lambda: saver.save(model, optimizer, progress(2)))
     second.start()
     second.join(0.2)
@@ -181,7 +181,7 @@ def test_a_second_one_waits_for_the_first_so_that_there_is_never_more_than_one_c
     gate.set()
     second.join(30)
     assert [written.step for written in saver.wait()] == [1, 2]
-    assert saver._stage.files[0].body.data_ptr() == memory
+    assert saver._stage.files[0].body[0].data_ptr() == memory
     assert [found.step for found in store.every()] == [1, 2]
 
 
@@ -347,7 +347,7 @@ def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Save
     assert written.seconds >= written.stall
 
 
-def test_too_little_host_memory_is_told_before_the_first_checkpoint(
+def test_too_little_host_memory_is_told_once_before_the_first_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from shardwise.engine import saving
@@ -358,4 +358,38 @@ def test_too_little_host_memory_is_told_before_the_first_checkpoint(
         monkeypatch.setattr(saving, "host_memory", lambda free=free: (free, 2**40))
         with Session(config_of(text, [f"run_dir={tmp_path}"])) as session:
             session.prepare()
-        assert ("a checkpoint is copied into host memory first" in capsys.readouterr().err) is warned
+            session.step(next(session.batches()))
+            path = session.save()
+            assert path.exists() or not warned, "without room it is in place when training goes on"
+            session.save()
+        said = "host memory has no room for a copy of a checkpoint"
+        assert capsys.readouterr().err.count(said) == warned, "once"
+
+
+def test_without_room_for_a_copy_it_is_written_piece_by_piece_before_training_goes_on(
+    store: CheckpointStore, saver: Saver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors_room, "PIECE_BYTES", 7)
+    tight = Saver(CheckpointStore(tmp_path / "tight"), World.alone(), lambda: None, room=lambda: 100)
+    model, optimizer = trained()
+    model[0].weight.data = model[0].weight.data.T.contiguous().T  # type: ignore[index, union-attr, operator]
+    path = tight.save(model, optimizer, progress(1))
+    assert problems_of(path) == [] and tight.made_wait
+    assert tight._stage._buffers == [], "no memory was taken"
+    saver.save(model, optimizer, progress(1))
+    step(model, optimizer)  # which changes neither
+    (written,), (copied_one,) = tight.wait(), saver.wait()
+    assert not saver.made_wait and written.stall == written.seconds
+    files = [each.name for each in path.iterdir() if each.suffix == ".safetensors"]
+    assert files and all((path / name).read_bytes() == (copied_one.path / name).read_bytes() for name in files)
+
+
+def test_memory_that_is_held_already_is_room_enough(tmp_path: Path) -> None:
+    room = 2**30
+    saver = Saver(CheckpointStore(tmp_path), World.alone(), lambda: None, room=lambda: room)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    room = 0
+    saver.save(model, optimizer, progress(2))
+    assert not saver.made_wait
+    saver.wait()

@@ -25,6 +25,7 @@ from tests.conftest import REPOSITORY
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.distributed.test_parity import assert_same_curve
+from tests.packing import BY_DEFAULT, REFUSED
 from tests.tasks import config_of
 
 RAGGED = """
@@ -197,9 +198,7 @@ def test_packing_leaves_less_than_two_percent_of_padding(task_of: Callable[..., 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.strategy=pipeline"], "strategy pipeline cuts a micro-batch along its rows"),
-        (["training.strategy=dp"], "strategy dp cuts a micro-batch along its rows"),
-        (["training.tensor={sequence_parallel: true}"], "sequence_parallel cuts the rows themselves"),
+        *REFUSED,
         (
             ["model.architecture=bloom"],
             "the model bloom cannot tell packed games apart: its attention does not go through",
@@ -221,12 +220,7 @@ def test_packing_that_cannot_be_is_refused_with_a_reason(
 @pytest.mark.parametrize(
     ("overrides", "on_cuda", "packs"),
     [
-        ([], True, True),
-        ([], False, False),
-        (["tokenizer.packing=false"], True, False),
-        (["training.strategy=pipeline"], True, False),
-        (["training.tensor={sequence_parallel: true}"], True, False),
-        (["training.tensor={}"], True, True),
+        *BY_DEFAULT,
         (["model.architecture=bloom"], True, False),
         (["model.architecture=mistral", "model.extra={sliding_window: 32}"], True, False),
         (["model.architecture=mistral", "model.extra={sliding_window: 4096}"], True, True),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import register_pytree_node
 
 from shardwise.errors import ConfigError, DataError, ShardwiseError
 from shardwise.parallel import World
@@ -82,8 +86,52 @@ def _tree() -> tuple[str, Any, Any, Any]:
 
 
 def test_what_cannot_be_plain_data_is_refused_and_not_pickled() -> None:
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(ShardwiseError, match=r"is plain data.*object is not JSON serializable"):
         World.alone().gather(OrderedDict(a=object()))
+
+
+@pytest.mark.parametrize(
+    "way", ["on_first", "from_first", "gather", "gather_tensors", "broadcast_tree", "nameless class"]
+)
+def test_what_one_rank_cannot_send_is_the_same_error_on_every_rank(way: str, ranks: RankPool) -> None:
+    problem = {
+        "gather_tensors": "rank 0: tensors that cannot be sent to the other ranks: .*torch.complex128",
+        "broadcast_tree": "rank 0: the model returned object, which cannot be handed to the other ranks",
+        "nameless class": "rank 0: what the model returned cannot be handed to the other ranks: .*Nameless",
+    }
+    said, heard = ranks.run(2, _unfit, way, timeout=60)
+    assert said == heard, "the sentence is one"
+    assert re.match(problem.get(way, "rank 0: what ranks tell each other is plain data .*Tensor is not JSON"), said)
+
+
+class Nameless:
+    """What a model may return: registered with PyTorch, but with no name that other processes know it by."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register_pytree_node(Nameless, lambda each: ([each.value], None), lambda values, _: Nameless(*values))
+
+
+def _unfit(way: str) -> str:
+    """Rank 0 has what cannot be sent; afterwards the ranks still understand each other."""
+    world = World.join("cpu", timeout=timedelta(seconds=30))
+    first = world.is_first
+    value: Any = torch.zeros(2) if first else 1
+    ways: dict[str, Callable[[], Any]] = {
+        "on_first": lambda: world.on_first(lambda: value),
+        "from_first": lambda: world.from_first(value),
+        "gather": lambda: world.gather({"a": value}),
+        "gather_tensors": lambda: world.gather_tensors({"a": torch.zeros(2, dtype=torch.complex128)} if first else {}),
+        "broadcast_tree": lambda: broadcast_tree({"a": object()}, 0, None, world.device),
+        "nameless class": lambda: broadcast_tree(Nameless(value), 0, None, world.device),
+    }
+    with pytest.raises(ShardwiseError) as caught:
+        ways[way]()
+    assert world.gather(world.rank) == [0, 1]
+    world.leave()
+    return str(caught.value)
 
 
 class Mine(DataError):

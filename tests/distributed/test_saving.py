@@ -122,7 +122,7 @@ def _bytes_copied(session: Any) -> tuple[int, int]:
     session.step(next(session.batches()))
     session.save()
     session.wait()
-    own = sum(file.body.numel() for file in session.checkpoints.saver._stage.files)
+    own = sum(body.numel() for file in session.checkpoints.saver._stage.files for body in file.body)
     tensors = [*session.model.state_dict().values()]
     tensors += [value for moments in session.parts.optimizer.state.values() for value in moments.values()]
     unique = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in tensors}

@@ -105,6 +105,12 @@ def test_materialize_keeps_ties_and_leaves_nothing_on_meta() -> None:
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
+def test_a_parameter_that_is_moved_stays_itself_for_those_who_hold_it_in_a_list() -> None:
+    model: Any = nn.LSTM(3, 4)
+    materialize(model, torch.device("cpu", 0))  # to PyTorch another device than "cpu", so that everything is moved
+    assert model._flat_weights[0] is model.weight_ih_l0
+
+
 class _CannotBeMeta(Ragged):
     """A model whose constructor looks at numbers, which the meta device does not have."""
 

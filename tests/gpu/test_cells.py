@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 
 from shardwise.kernels import attention
 from shardwise.kernels.backend import BACKENDS, remembered_backend
@@ -15,32 +14,23 @@ from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.packing import measured_attention
 from tests.cells_task.test_packing import FULL, LAYOUTS, PACKED, PADDED, RAGGED, batch_of, task_of
 from tests.cells_task.test_tokens import STRATEGIES
-from tests.distributed import work
 from tests.distributed.pool import RankPool
-from tests.gpu.test_packing import calls  # noqa: F401
+from tests.gpu.packed import (
+    WIDE,
+    assert_close,
+    assert_packs_by_default,
+    assert_prefers_what_it_measured,
+    assert_same_compiled,
+    calls,  # noqa: F401
+    loss_and_gradient,
+    moved,
+)
 
 pytestmark = pytest.mark.gpu
 
-WIDE = ["model.hidden_dim=64", "training.device=cuda"]
-
 
 def on_gpu(task: CellsTask, cells: int = 8) -> dict[str, Any]:
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), batch_of(task, cells))
-    return moved
-
-
-def loss_and_gradient(task: CellsTask, model: Any, batch: Any, *, half: bool = True) -> tuple[float, torch.Tensor]:
-    model.zero_grad()
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
-        loss = task.loss(model, batch).sum
-    loss.backward()
-    grads = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    return float(loss.detach()), torch.cat(grads)
-
-
-def assert_close(found: tuple[float, torch.Tensor], expected: tuple[float, torch.Tensor]) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=5e-3)
-    assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 3e-2
+    return moved(batch_of(task, cells))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -71,13 +61,7 @@ def test_compiled_blocks_take_every_layout(layout: str) -> None:
     task = task_of(*LAYOUTS[layout], *WIDE)
     model: Any = task.build_model().cuda().train()
     batches = [on_gpu(task, cells) for cells in (8, 11, 5, 9)]
-    plain = [loss_and_gradient(task, model, batch) for batch in batches]
-    torch._dynamo.reset()
-    model.head[-1].compiled = True
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True)
-    for batch, expected in zip(batches, plain, strict=True):
-        assert_close(loss_and_gradient(task, model, batch), expected)
+    assert_same_compiled(task, model, model.blocks, batches, model.head[-1])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,24 +83,11 @@ def test_a_training_pass_waits_for_nothing(strategy: str, layout: str) -> None:
 def test_a_run_packs_by_default_has_the_padded_curve_and_resumes_bit_for_bit(
     ranks: RankPool, tmp_path: Path, strategy: str
 ) -> None:
-    options = [*WIDE, f"training.strategy={strategy}", "training.precision=bf16-mixed", *work.folder_of(tmp_path)]
-    assert ranks.run(1, work.with_session, RAGGED, options, _packs)[0]
-    pads = ranks.run(1, work.train, RAGGED, [*options, PADDED])[0]
-    whole = work.resumed_bit_for_bit(ranks, 1, RAGGED, options, steps=5)
-    assert whole["ids"] == pads["ids"]
-    assert whole["losses"] == pytest.approx(pads["losses"], rel=2e-2)
-
-
-def _packs(session: Any) -> bool:
-    batch = next(iter(session.batches()))
-    return bool(session.task.packs) and "starts" in batch.micro[0].inputs
+    assert_packs_by_default(ranks, RAGGED, PADDED, strategy, tmp_path, resumed_after=5)
 
 
 def test_a_run_measures_before_it_begins_and_prefers_what_it_found(ranks: RankPool) -> None:
-    options = [*WIDE, FULL, "training.precision=bf16-mixed"]
-    remembered, preferred = ranks.run(1, work.with_session, RAGGED, options, _preferred)[0]
-    assert remembered in BACKENDS
-    assert preferred == {remembered}
+    assert_prefers_what_it_measured(ranks, RAGGED, FULL, _preferred)
 
 
 def _preferred(session: Any) -> tuple[Any, set[Any]]:

@@ -8,84 +8,60 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from shardwise.kernels import attention, backend
 from shardwise.kernels.backend import BACKENDS, Shape, fastest_backend, remembered_backend
 from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.packing import measured_attention
 from tests.chess_task.test_packing import MODELS, PACKED, PADDED, _losses, ragged, task_of  # noqa: F401
-from tests.distributed import work
 from tests.distributed.pool import RankPool
+from tests.gpu.packed import (
+    WIDE,
+    assert_close,
+    assert_packs_by_default,
+    assert_prefers_what_it_measured,
+    assert_same_compiled,
+    calls,  # noqa: F401
+    loss_and_gradient,
+    moved,
+)
 
 pytestmark = pytest.mark.gpu
 
-WIDE = ["model.hidden_dim=64", "training.device=cuda"]
 Tasks = Callable[..., ChessTask]
 
 
 def on_gpu(task: ChessTask, games: int = 8) -> dict[str, Any]:
     data = task.train_data()
-    batch = task.collate([data[index] for index in range(games)])
-    moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), batch)
-    return moved
-
-
-def loss_and_gradient(
-    task: ChessTask, model: nn.Module, batch: dict[str, Any], *, half: bool
-) -> tuple[float, torch.Tensor]:
-    model.zero_grad()
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=half):
-        loss = task.loss(model, batch).sum
-    loss.backward()
-    grads = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
-    return float(loss.detach()), torch.cat(grads)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often PyTorch's kernel for ragged sequences was called."""
-    made: list[int] = []
-    kernel = attention._VARLEN
-    assert kernel is not None, "this PyTorch has no torch.nn.attention.varlen"
-
-    def counted(*args: Any) -> torch.Tensor:
-        made.append(1)
-        return kernel(*args)
-
-    monkeypatch.setattr(attention, "_VARLEN", counted)
-    return made
+    return moved(task.collate([data[index] for index in range(games)]))
 
 
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS.keys())
 def test_in_bf16_ragged_kernels_compute_what_padded_rows_do(
     task_of: Tasks,  # noqa: F811
-    calls: list[int],
+    calls: list[int],  # noqa: F811
     overrides: list[str],
 ) -> None:
     packing, padding = task_of(PACKED, *overrides, *WIDE), task_of(PADDED, *overrides, *WIDE)
     model = packing.build_model().cuda().train()
-    expected, wanted = loss_and_gradient(padding, model, on_gpu(padding), half=True)
+    expected = loss_and_gradient(padding, model, on_gpu(padding))
     assert not calls
-    found, got = loss_and_gradient(packing, model, on_gpu(packing), half=True)
+    assert_close(loss_and_gradient(packing, model, on_gpu(packing)), expected)
     assert len(calls) == 2  # one per layer
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert float((got - wanted).norm() / wanted.norm()) < 3e-2
 
 
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS.keys())
 def test_in_fp32_packed_games_have_the_loss_and_gradients_of_padded_ones(
     task_of: Tasks,  # noqa: F811
-    calls: list[int],
+    calls: list[int],  # noqa: F811
     overrides: list[str],
 ) -> None:
     packing, padding = task_of(PACKED, *overrides, *WIDE), task_of(PADDED, *overrides, *WIDE)
     model = packing.build_model().cuda().train()
-    expected, wanted = loss_and_gradient(padding, model, on_gpu(padding), half=False)
-    found, got = loss_and_gradient(packing, model, on_gpu(packing), half=False)
+    expected = loss_and_gradient(padding, model, on_gpu(padding), half=False)
+    found = loss_and_gradient(packing, model, on_gpu(packing), half=False)
     assert not calls
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert float((got - wanted).norm() / wanted.norm()) < 1e-4
+    assert_close(found, expected, loss=1e-5, grad=1e-4)
 
 
 def test_a_change_in_one_game_changes_no_other_games_loss(task_of: Tasks, calls: list[int]) -> None:  # noqa: F811
@@ -105,14 +81,7 @@ def test_compiled_blocks_take_packed_games_of_any_length(task_of: Tasks) -> None
     task = task_of(PACKED, *WIDE)
     model: Any = task.build_model().cuda().train()
     batches = [on_gpu(task, games) for games in (8, 11, 5, 9)]
-    plain = [loss_and_gradient(task, model, batch, half=True) for batch in batches]
-    torch._dynamo.reset()
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True)
-    for batch, (expected, wanted) in zip(batches, plain, strict=True):
-        found, got = loss_and_gradient(task, model, batch, half=True)
-        assert found == pytest.approx(expected, rel=5e-3)
-        assert float((got - wanted).norm() / wanted.norm()) < 3e-2
+    assert_same_compiled(task, model, model.model.layers, batches)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
@@ -122,17 +91,7 @@ def test_a_run_packs_by_default_has_the_padded_curve_and_resumes_bit_for_bit(
     tmp_path: Path,
     strategy: str,
 ) -> None:
-    options = [*WIDE, f"training.strategy={strategy}", "training.precision=bf16-mixed", *work.folder_of(tmp_path)]
-    assert ranks.run(1, work.with_session, ragged, options, _packs)[0]
-    pads = ranks.run(1, work.train, ragged, [*options, PADDED])[0]
-    whole = work.resumed_bit_for_bit(ranks, 1, ragged, options, steps=7)
-    assert whole["ids"] == pads["ids"]
-    assert whole["losses"] == pytest.approx(pads["losses"], rel=2e-2)
-
-
-def _packs(session: Any) -> bool:
-    batch = next(iter(session.batches()))
-    return bool(session.task.packs) and "starts" in batch.micro[0].inputs
+    assert_packs_by_default(ranks, ragged, PADDED, strategy, tmp_path, resumed_after=7)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
@@ -160,23 +119,16 @@ def test_rows_are_the_same_whichever_attention_is_preferred(
     model = task.build_model().cuda().train()
     batch = on_gpu(task)
     attention.prefer_backend(model, None)
-    expected, wanted = loss_and_gradient(task, model, batch, half=True)
+    expected = loss_and_gradient(task, model, batch)
     attention.prefer_backend(model, name)
-    found, got = loss_and_gradient(task, model, batch, half=True)
-    assert found == pytest.approx(expected, rel=5e-3)
-    assert float((got - wanted).norm() / wanted.norm()) < 3e-2
+    assert_close(loss_and_gradient(task, model, batch), expected)
 
 
 def test_a_padded_run_measures_before_it_begins_and_prefers_what_it_found(ranks: RankPool, ragged: str) -> None:  # noqa: F811
-    options = [*WIDE, PADDED, "training.precision=bf16-mixed"]
-    remembered, preferred = ranks.run(1, work.with_session, ragged, options, _preferred)[0]
-    assert remembered in BACKENDS
-    assert preferred == {remembered}
+    assert_prefers_what_it_measured(ranks, ragged, PADDED, _preferred)
 
 
 def _preferred(session: Any) -> tuple[Any, set[Any]]:
-    from shardwise.tasks.packing import measured_attention
-
     modules = session.parts.spread.module.modules()
     shape = session.task._attention_shape(session.parts.spread.module)
     preferred = {module.attention_backend for module in modules if hasattr(module, "is_causal")}

@@ -143,3 +143,11 @@ def test_the_sample_and_the_tensor_that_change_are_named(tmp_path: Path) -> None
     assert report.causes[0] is Cause.DATA_CHANGE
     assert re.search(r"sample \d+: ids is another", report.findings[0].what), report.as_text()
     assert Cause.RANDOM_FORWARD not in report.causes
+
+
+def test_packed_samples_are_not_taken_for_others_when_something_else_is_wrong(tmp_path: Path) -> None:
+    """What one process reads beforehand lies as in the ranks: end to end."""
+    cells = ["data.num_cells=120", "data.num_genes=60", "tokenizer.packing=true", "training.device=cpu",
+             "model.hidden_dim=16", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
+    report = run(tmp_path, "each_micro_batch_takes_its_own_mean", "cells", overrides=cells)
+    assert report.causes[0] is Cause.MEAN_OF_MEANS, report.as_text()

@@ -53,9 +53,11 @@ class Saver:
         retire: Callable[[], None],
         alive: Callable[[], None] = lambda: None,
         patience: float = math.inf,
+        room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """All ranks make one together.
 
+        `room`: bytes of host memory that this rank may still take; where a copy needs more, training waits for the writing.
         `retire`: called on rank 0 when another checkpoint is in place, to let old ones go. `alive`: called every second while
         training waits for the thread, for as long as `patience` seconds.
         """
@@ -63,10 +65,15 @@ class Saver:
         self._alive, self._patience = alive, patience
         # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
         self._apart = world.apart()
-        self._stage = Stage(world.rank, world.device)
+        self._stage = Stage(world.rank, world.device, room)
         self._watched: torch.optim.Optimizer | None = None
         self._thread: threading.Thread | None = None
         self._written: list[Written] = []
+
+    @property
+    def made_wait(self) -> bool:
+        """Whether training waited for the last one to be written, for want of memory."""
+        return not self._stage.copied
 
     @staticmethod
     def needed(parameters: Iterable[nn.Parameter], copies: int) -> int:
@@ -98,6 +105,8 @@ class Saver:
             target=self._write, args=(progress, began, stall), name="checkpoint", daemon=True
         )
         self._thread.start()
+        if not self._stage.copied:
+            self._join(None)
         return self.store.place(progress.step)
 
     def finished(self) -> list[Written]:
@@ -133,4 +142,5 @@ class Saver:
                     self._retire()
         except Exception as error:  # whatever it is, training must hear of it: nobody else sees what a thread raises
             cause = error
-        self._written.append(Written(progress.step, path, stall, time.perf_counter() - began, cause))
+        seconds = time.perf_counter() - began
+        self._written.append(Written(progress.step, path, stall if self._stage.copied else seconds, seconds, cause))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,11 +68,11 @@ _TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass
 class StagedFile:
-    """A file of safetensors, in memory: its name, its header and the bytes that follow."""
+    """A file of safetensors, in memory: its name, its header and the tensors whose bytes follow."""
 
     name: str
     header: bytes
-    body: torch.Tensor
+    body: list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,15 @@ class Stage(StorageWriter):
     Out of a GPU, the copies run beside training, in pinned memory. What an optimizer step changes may be copied until then:
     `before_update` makes it wait. The rest (buffers, mostly) is copied before anything else runs: training waits on
     the device, and the host not at all.
+
+    Where there is no room for copies, what is to be written is left where it is, and must not change until it is written.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, device: torch.device, room: Callable[[], float] = lambda: math.inf) -> None:
+        """`room`: bytes of host memory that this rank may still take."""
+        self.rank, self._room = rank, room
+        self.copied = True
+        """Whether training may go on while this is written."""
         self.files: list[StagedFile] = []
         self.index: dict[str, Any] | None = None
         """What is where, over all ranks. On rank 0 alone."""
@@ -129,13 +135,18 @@ class Stage(StorageWriter):
         if self._reserving is not None:
             self._reserving.join()
             self._reserving = None
+        held = sum(buffer.nbytes for buffer in self._buffers)
+        self.copied = sum(tensor.nbytes for _, tensor in staged) - held <= self._room()
         self.files, results = [], []
         copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         for number, part in enumerate(_split(staged)):
             name = f"rank-{self.rank:04d}-{number:03d}.safetensors"
             self.files.append(self._lay_out(name, number, part, copies))
             results += [WriteResult(item.index, tensor.nbytes, name) for item, tensor in part]
-        self._copy(copies)
+        if self.copied:
+            self._copy(copies)
+        elif self._stream is not None:
+            torch.cuda.synchronize(self._stream.device)  # threads read the tensors, on streams of their own
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -148,12 +159,8 @@ class Stage(StorageWriter):
         copies: list[tuple[str, torch.Tensor, torch.Tensor]],
     ) -> StagedFile:
         """The header of a file and room for its tensors. What is to be copied where is added to `copies`."""
-        size = sum(tensor.nbytes for _, tensor in part)
-        if number == len(self._buffers):
-            self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[number].numel() < size:
-            self._buffers[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
-        body, header, end = self._buffers[number][:size], dict[str, Any](), 0
+        body = self._buffer(number, sum(tensor.nbytes for _, tensor in part)) if self.copied else None
+        header, end = dict[str, Any](), 0
         for item, tensor in part:
             begin, end = end, end + tensor.nbytes
             header[_key(item)] = {
@@ -161,11 +168,19 @@ class Stage(StorageWriter):
                 "shape": list(tensor.shape),
                 "data_offsets": [begin, end],
             }
-            if tensor.nbytes:
+            if tensor.nbytes and body is not None:
                 copies.append((item.index.fqn, body[begin:end].view(tensor.dtype).view(tensor.shape), tensor))
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # so that every tensor begins at a multiple of its own size
-        return StagedFile(name, len(text).to_bytes(8, "little") + text, body)
+        bodies = [tensor for _, tensor in part] if body is None else [body]
+        return StagedFile(name, len(text).to_bytes(8, "little") + text, bodies)
+
+    def _buffer(self, number: int, size: int) -> torch.Tensor:
+        if number == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[number].numel() < size:
+            self._buffers[number] = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return self._buffers[number][:size]
 
     def _copy(self, copies: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         if self._stream is None:
@@ -263,23 +278,28 @@ def write_files(folder: Path, files: list[StagedFile]) -> dict[str, FileEntry]:
 
 def write_index(folder: Path, index: dict[str, Any]) -> FileEntry:
     text = torch.frombuffer(bytearray(json.dumps(index).encode()), dtype=torch.uint8)
-    return _write_file(folder / INDEX, StagedFile(INDEX, b"", text))
+    return _write_file(folder / INDEX, StagedFile(INDEX, b"", [text]))
 
 
 def _write_file(path: Path, file: StagedFile) -> FileEntry:
     digest = hashlib.sha256()
     size = 0
     with path.open("xb", buffering=0) as stream:
-        for data in (memoryview(file.header), memoryview(file.body.numpy().data)):
-            for start in range(0, len(data), PIECE_BYTES):
-                piece = data[start : start + PIECE_BYTES]
-                written = 0
-                while written < len(piece):
-                    written += stream.write(piece[written:]) or 0
-                digest.update(piece)
-            size += len(data)
+        for piece in itertools.chain([memoryview(file.header)], *map(_pieces, file.body)):
+            written = 0
+            while written < len(piece):
+                written += stream.write(piece[written:]) or 0
+            digest.update(piece)
+            size += len(piece)
         os.fsync(stream.fileno())
     return FileEntry(size, digest.hexdigest())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Its bytes, few at a time: a tensor that is still on a device is nowhere else as a whole."""
+    if tensor.nbytes:
+        for piece in tensor.reshape(-1).view(torch.uint8).split(PIECE_BYTES):
+            yield piece.cpu().numpy().data
 
 
 # ---------------------------------------------------------------- back

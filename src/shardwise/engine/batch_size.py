@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.config import Config, with_batch_size
-from shardwise.data import BatchedSamples, Reader
-from shardwise.data.loader import Work
+from shardwise.data import Reader
 from shardwise.data.seeding import generators_kept
 from shardwise.engine.out_of_memory import host_memory, ran_out
 from shardwise.errors import ConfigError, OutOfMemory
@@ -212,18 +211,18 @@ class _Trial:
         """The largest of the first samples: a run meets long ones sooner or later."""
         looked_at = self.order[: max(size, min(4 * size, LOOKED_AT))]
         by_size = sorted(looked_at.tolist(), key=self._size_of, reverse=True)
-        read = self._read(np.array((by_size * -(-size // len(by_size)))[:size], np.int64))
+        read = self.reader.micro_batch(np.array((by_size * -(-size // len(by_size)))[:size], np.int64))
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.session.world.device), read)
 
     def _size_of(self, index: int) -> int:
         if index not in self._sizes:
-            tensors = [each for each in tree_leaves(self._read(np.array([index]))) if isinstance(each, torch.Tensor)]
+            tensors = [
+                each
+                for each in tree_leaves(self.reader.micro_batch(np.array([index])))
+                if isinstance(each, torch.Tensor)
+            ]
             self._sizes[index] = sum(tensor.numel() for tensor in tensors)
         return self._sizes[index]
-
-    def _read(self, ids: Any) -> Any:
-        read = self.reader.read(Work(ids, (len(ids),), epoch=0))
-        return read.inputs if isinstance(self.session.train_data, BatchedSamples) else read.inputs[0]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -29,6 +30,9 @@ SLOW_STORAGE = 6
 """Writing a checkpoint may take this many times as long as a rank may otherwise be silent."""
 FINISHING = 60.0
 """Seconds that a run which fails waits for a checkpoint that is being written."""
+
+KEPT_FREE = 0.1
+"""The share of the host's free memory that checkpoints leave alone."""
 
 
 def save_run(session: Session, metrics: dict[str, float] | None) -> Path:
@@ -152,6 +156,7 @@ class Checkpoints:
         self.on_written: Callable[[Written], None] = self._warn
         """Called at the next step after a checkpoint is in place, or could not be written."""
         self.saver: Saver | None = None
+        self._said = False
         self._owns_folder = False
         """Whether the checkpoints that lie in the folder belong to this run."""
         self._to_reserve = 0
@@ -164,19 +169,29 @@ class Checkpoints:
             self._retire,
             alive=lambda: beat(Phase.SAVE),
             patience=SLOW_STORAGE * self.training.hang_timeout,
+            room=self._room,
         )
-        free = host_memory()[0]
-        own = self.saver.needed(parameters, copies)
-        needed = self.world.size * own
-        if self.training.async_checkpoint:
-            self._to_reserve = min(own, free // 2 // self.world.size)
-        if needed > free and self.world.is_first:
+        room = self._room()
+        needed = self.saver.needed(parameters, copies)
+        if needed > room:
+            self._say_that_training_waits(needed, room)
+        elif self.training.async_checkpoint:
+            self._to_reserve = int(min(needed, room / 2))
+
+    def _room(self) -> float:
+        """Bytes of host memory for each rank of this machine; infinite where that is not known."""
+        free, total = host_memory()
+        return free * (1 - KEPT_FREE) / int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size)) if total else math.inf
+
+    def _say_that_training_waits(self, *sizes: float) -> None:
+        if self.world.local_rank == 0 and not self._said:
+            needed = " ({} per rank, and there are {})".format(*map(gib, sizes)) if sizes else ""
             print(
-                f"warning: a checkpoint is copied into host memory first, {gib(needed)} over all ranks, and this machine has "
-                f"{gib(free)} free",
+                f"warning: host memory has no room for a copy of a checkpoint{needed}: training waits while one is written",
                 file=sys.stderr,
                 flush=True,
             )
+        self._said = True
 
     def step_made(self) -> None:
         """After the first step, memory for checkpoints is taken: it takes seconds, and a start has enough to do."""
@@ -202,6 +217,8 @@ class Checkpoints:
         spread = session.parts.spread
         own = spread.memory.tensors() if spread.memory else None
         path = self.saver.save(spread.module, session.parts.optimizer, progress, own)
+        if self.saver.made_wait:
+            self._say_that_training_waits()
         self.saved_at = progress.step
         return path
 

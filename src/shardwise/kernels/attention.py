@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from shardwise.kernels.backend import in_order
+from shardwise.kernels.look import without_values
 from shardwise.kernels.types import computing_type
 
 NAME = "shardwise"
@@ -270,19 +271,13 @@ def _one_pass(model: Any, length: int) -> tuple[list[str], int, int]:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_LOOKING, looking)
-    config = model.config
-    before = config._attn_implementation, getattr(config, "pad_token_id", None)
-    # Where padding has a number, GPT-2 and others look for it in the tokens, to warn.
-    config._attn_implementation, config.pad_token_id = _LOOKING, None
     row = torch.zeros(1, 2, dtype=torch.long, device="meta")
     starts = torch.zeros(2, dtype=torch.int32, device="meta")
     try:
-        with torch.no_grad():
+        with without_values(model.config, _attn_implementation=_LOOKING):
             model(input_ids=row, **packed_arguments(row, starts, 2))
     except Exception as error:  # anybody's code, run on tensors without values: not every model can do without
         problems.append(f"its forward pass cannot be looked at: {type(error).__name__}: {str(error).splitlines()[0]}")
-    finally:
-        config._attn_implementation, config.pad_token_id = before
     return problems, len(told), sum(told)
 
 

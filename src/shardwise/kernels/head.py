@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.kernels.look import without_values
 from shardwise.kernels.types import computing_type
 
 
@@ -103,15 +104,12 @@ def _gives_logits_as_they_are(model: Any, head: nn.Linear) -> bool:
     seen: list[Tensor] = []
     on_meta = {name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     listening = head.register_forward_hook(lambda module, given, answer: seen.append(answer))
-    # Where padding has a number, GPT-2 and others look for it in the tokens, to warn.
-    padding, model.config.pad_token_id = getattr(model.config, "pad_token_id", None), None
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with without_values(model.config), torch.device("meta"):
             row = torch.zeros(1, 2, dtype=torch.long)
             logits = torch.func.functional_call(model, on_meta, kwargs={"input_ids": row}).logits
     except Exception:  # anybody's code, run on tensors without values
         return False
     finally:
         listening.remove()
-        model.config.pad_token_id = padding
     return len(seen) == 1 and logits is seen[0]

@@ -14,6 +14,8 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels.held import held_aside
+
 AT_ONCE = 2**28
 """Bytes of gradients that are handed over together: one by one, the many small copies would take twice as long."""
 # What autocast would cast at every use. PyTorch's own norms it computes in fp32; other modules may do anything with theirs.
@@ -24,12 +26,13 @@ class NarrowWeights:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._copy_of: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        wide = _used_as_they_are(model)
         for module in model.modules():
             if not _is_narrowed(module):
                 continue
             for name, master in module._parameters.items():
                 # What is frozen may be moved by other means, as the teacher of a student is, and has to keep every digit.
-                if master is None or master.dtype != torch.float32 or not master.requires_grad:
+                if master is None or master.dtype != torch.float32 or not master.requires_grad or master in wide:
                     continue
                 if master not in self._copy_of:  # a tied weight has one copy too
                     self._copy_of[master] = nn.Parameter(master.detach().to(dtype))
@@ -101,6 +104,15 @@ class NarrowWeights:
         self._waiting_bytes += copy.nbytes
         if self._waiting_bytes >= AT_ONCE:
             self.collect()
+
+
+def _used_as_they_are(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that are also used where no copy takes their place. With one, half of the gradient would come to the copy
+    and half to the master, and DDP would take the two for different parameters."""
+    elsewhere = (
+        each for module in model.modules() if not _is_narrowed(module) for each in module.parameters(recurse=False)
+    )
+    return {*elsewhere, *(parameter for _, parameter in held_aside(model))}
 
 
 def _is_narrowed(module: nn.Module) -> bool:

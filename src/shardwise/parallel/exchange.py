@@ -6,12 +6,13 @@ PyTorch's own `all_gather_object` and its kin unpickle what arrives (torch 2.13)
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from shardwise import errors
 from shardwise.errors import ShardwiseError
@@ -21,42 +22,41 @@ CPU = torch.device("cpu")
 
 def gather_plain(value: Any, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> list[Any]:
     """Every rank's value, on every rank of the group. A tuple arrives as a list."""
-    return [json.loads(each) for each in gather_bytes(json.dumps(value).encode(), group, device)]
+    return [json.loads(each) for each in gather_bytes(lambda: as_json(value), group, device)]
 
 
-def gather_bytes(mine: bytes, group: dist.ProcessGroup | None = None, device: torch.device = CPU) -> list[bytes]:
-    size = torch.tensor([len(mine)], device=device)
+def gather_bytes(
+    make: Callable[[], bytes], group: dist.ProcessGroup | None = None, device: torch.device = CPU
+) -> list[bytes]:
+    """What `make` gives on each rank. A ShardwiseError of one is raised on every rank: nobody is left waiting."""
+    mine, good = _made(make)
+    size = torch.tensor([len(mine), good], device=device)
     sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)  # all must be of one length
+    told = [(int(length), bool(fine)) for length, fine in (each.tolist() for each in sizes)]
+    longest = max(length for length, _ in told)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)  # all must be of one length
     padded[: len(mine)] = _as_tensor(mine, device)
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    return [_as_bytes(part[: int(length)]) for part, length in zip(parts, sizes, strict=True)]
+    return [_heard(part[:length], fine) for part, (length, fine) in zip(parts, told, strict=True)]
 
 
 def broadcast_plain(
     value: Any, source: int = 0, group: dist.ProcessGroup | None = None, device: torch.device = CPU
 ) -> Any:
     """The value of rank `source`, on every rank of the group. That of the others is not looked at."""
-    mine = json.dumps(value).encode() if dist.get_rank() == source else b""
-    size = torch.tensor([len(mine)], device=device)
-    dist.broadcast(size, source, group=group)
-    data = _as_tensor(mine, device) if mine else torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, source, group=group)
-    return json.loads(_as_bytes(data))
+    return _broadcast(lambda: as_json(value), source, group, device)
 
 
 def broadcast_tree(tree: Any, source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """The same for tensors in whatever holds them, such as what a model returns: tuples, dicts, and classes that are
     registered with PyTorch's pytree, as those of Hugging Face are."""
     mine = dist.get_rank() == source
-    leaves: list[Any] = []
-    about: Any = None
-    if mine:
-        leaves, spec = tree_flatten(tree)
-        about = [treespec_dumps(spec), [_about(each) for each in leaves]]
-    text, kinds = broadcast_plain(about, source, group, device)
+    leaves, spec = tree_flatten(tree)
+    text, kinds = _broadcast(
+        lambda: as_json([_as_text(spec), [_about(each) for each in leaves]]), source, group, device
+    )
     arrived = []
     for number, (shape, kind) in enumerate(kinds):
         if shape is None:
@@ -90,9 +90,49 @@ def error_heard(told: dict[str, Any]) -> Exception:
     )
 
 
+def as_json(value: Any) -> bytes:
+    try:
+        return json.dumps(value).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ShardwiseError(
+            f"what ranks tell each other is plain data (numbers, text, lists, dicts with text as keys), but {error}"
+        ) from error
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """As `getattr(torch, name)` finds it again."""
     return str(dtype).removeprefix("torch.")
+
+
+def _broadcast(make: Callable[[], bytes], source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    mine, good = _made(make) if dist.get_rank() == source else (b"", True)
+    size = torch.tensor([len(mine), good], device=device)
+    dist.broadcast(size, source, group=group)
+    length, fine = size.tolist()
+    data = _as_tensor(mine, device) if mine else torch.empty(length, dtype=torch.uint8, device=device)
+    dist.broadcast(data, source, group=group)
+    return json.loads(_heard(data, bool(fine)))
+
+
+def _made(make: Callable[[], bytes]) -> tuple[bytes, bool]:
+    """What is sent, and whether it is that, or the error that came instead."""
+    try:
+        return make(), True
+    except ShardwiseError as error:
+        return as_json(error_told(ShardwiseError(f"rank {dist.get_rank()}: {error}"))), False
+
+
+def _heard(data: Tensor, fine: bool) -> bytes:
+    if not fine:
+        raise error_heard(json.loads(_as_bytes(data)))
+    return _as_bytes(data)
+
+
+def _as_text(spec: TreeSpec) -> str:
+    try:
+        return treespec_dumps(spec)
+    except NotImplementedError as error:  # a class that is registered without a name to serialize it by
+        raise ShardwiseError(f"what the model returned cannot be handed to the other ranks: {error}") from error
 
 
 def _about(leaf: Any) -> tuple[list[int] | None, Any]:

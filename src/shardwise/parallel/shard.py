@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ShardwiseError
+from shardwise.kernels.held import held_aside
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.weights import narrow_type
 
@@ -55,6 +56,13 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
             raise ShardwiseError(f"strategy fsdp cannot shard the scalar parameter {name}: give it the shape (1,)")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for where, parameter in held_aside(model):
+        if parameter in names:  # it would stay whole there, and never be trained
+            raise ShardwiseError(
+                f"strategy fsdp cannot shard {names[parameter]}, which {where} holds too, outside of PyTorch's sight: use ddp, "
+                "or reach it through its module alone"
+            )
     first_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         # torch 2.13 cannot load the state of a module that has two names.

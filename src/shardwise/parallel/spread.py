@@ -37,6 +37,7 @@ from shardwise.parallel.weights import (
     materialize,
     narrow_type,
     rank_zero_weights,
+    refuse_hidden_parameters,
 )
 from shardwise.parallel.world import World
 
@@ -155,6 +156,7 @@ def spread(
     if strategy in ("single", "dp", "ddp", "zero1"):
         return _whole_copies(build, find_blocks, find_regions, one_size, strategy, training, layout, narrows)
     shape = build_shape(build)
+    refuse_hidden_parameters(shape)
     cast_parameters(shape, training)
     weights = rank_zero_weights(build, shape, training, world)
     if strategy == "pipeline":
@@ -220,6 +222,7 @@ def _whole_copies(
 ) -> Spread:
     world = layout.world
     module = build() if world.is_first else build_shape(build)
+    refuse_hidden_parameters(module)
     cast_parameters(module, training)
     compiled = find_regions(module) if find_regions else None
     regions = _tuned(module, find_blocks(module), compiled, one_size, training, world)

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.config import Training
+from shardwise.errors import ShardwiseError
+from shardwise.kernels.held import REGISTERS, held_aside
 from shardwise.kernels.types import COMPUTE_TYPES
 from shardwise.parallel.world import World
 
@@ -30,8 +33,21 @@ def build_shape(build: Build) -> nn.Module:
     except Exception:
         return build()  # if the model is at fault and not the device, this says so
     # A tensor that is neither parameter nor buffer could not be filled later.
-    loose = any(_holds_meta(value) for module in shape.modules() for value in _attributes(module))
+    known = set(shape.modules())
+    loose = any(_holds_meta(value, known) for module in known for value in _attributes(module))
     return build() if loose else shape
+
+
+def refuse_hidden_parameters(model: nn.Module) -> None:
+    """PyTorch finds parameters and modules that are attributes of a module, not those in a list or dict of it."""
+    registered = set(model.parameters())
+    for where, parameter in held_aside(model):
+        if parameter.requires_grad and parameter not in registered:
+            raise ShardwiseError(
+                f"the model holds a parameter of shape {tuple(parameter.shape)} in {where}, where PyTorch does not find it: it "
+                "would be neither trained nor saved. Put it into nn.ParameterList, nn.ModuleList or nn.ModuleDict; if it is "
+                "not to be trained, freeze it: requires_grad_(False)"
+            )
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> nn.Module:
@@ -44,10 +60,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
             if parameter is None:
                 continue
             if id(parameter) not in moved:
-                here = parameter.device == home
-                moved[id(parameter)] = (
-                    parameter if here else nn.Parameter(_on(parameter.data, home), parameter.requires_grad)
-                )
+                moved[id(parameter)] = _moved(parameter, home)
             module._parameters[name] = moved[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -107,15 +120,26 @@ def original_name(name: str) -> str:
 
 
 def _attributes(module: nn.Module) -> list[Any]:
-    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+    return [value for name, value in vars(module).items() if name not in REGISTERS]
 
 
-def _holds_meta(value: Any) -> bool:
+def _holds_meta(value: Any, known: set[nn.Module]) -> bool:
     if isinstance(value, dict):
-        return any(_holds_meta(item) for item in value.values())
+        return any(_holds_meta(item, known) for item in value.values())
     if isinstance(value, list | tuple | set):
-        return any(_holds_meta(item) for item in value)
+        return any(_holds_meta(item, known) for item in value)
+    if isinstance(value, nn.Module) and value not in known:
+        return any(tensor.is_meta for tensor in [*value.parameters(), *value.buffers()])
     return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _moved(parameter: nn.Parameter, home: torch.device) -> nn.Parameter:
+    if parameter.device == home:
+        return parameter
+    if parameter.is_meta or isinstance(parameter, DTensor):
+        return nn.Parameter(_on(parameter.data, home), parameter.requires_grad)
+    parameter.data = parameter.data.to(home)  # the same one: its module may hold it in a list too, as an LSTM does
+    return parameter
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from safetensors.torch import load, save
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.parallel.exchange import broadcast_plain, error_heard, error_told, gather_bytes, gather_plain
+from shardwise.parallel.exchange import as_json, broadcast_plain, error_heard, error_told, gather_bytes, gather_plain
 
 
 @dataclass
@@ -83,18 +83,17 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank. It is plain data, as JSON knows it: a tuple comes back as a list."""
-        return gather_plain(value, self.group) if self.size > 1 else [json.loads(json.dumps(value))]
+        return gather_plain(value, self.group) if self.size > 1 else [json.loads(as_json(value))]
 
     def gather_tensors(self, tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The same for tensors on the host, of any sizes."""
         if self.size == 1:
             return [tensors]
-        mine = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        return [load(each) for each in gather_bytes(mine, self.group)]
+        return [load(each) for each in gather_bytes(lambda: _as_bytes(tensors), self.group)]
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, plain data, on every rank."""
-        return broadcast_plain(value, group=self.group) if self.size > 1 else json.loads(json.dumps(value))
+        return broadcast_plain(value, group=self.group) if self.size > 1 else json.loads(as_json(value))
 
     def on_first(self, action: Callable[[], Any]) -> Any:
         """Run something on rank 0 alone. Every rank gets the plain data that it returned, or its error: nobody is left
@@ -125,6 +124,13 @@ class World:
         if self.connected and dist.is_initialized():
             dist.destroy_process_group()
         self.connected = False
+
+
+def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+    try:
+        return save({name: tensor.contiguous() for name, tensor in tensors.items()})
+    except (ValueError, RuntimeError, KeyError) as error:  # sparse ones, or a type it has no name for
+        raise ShardwiseError(f"tensors that cannot be sent to the other ranks: {error}") from error
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store | None:

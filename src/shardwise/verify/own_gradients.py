@@ -19,9 +19,12 @@ class OwnGradients:
         self.found: dict[str, Tensor] = {}
         self._heard: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        every = [*module.named_parameters(remove_duplicate=False)]
+        first = {id(parameter): name for name, parameter in reversed(every)}
+        self._first_name = {canonical(name): canonical(first[id(parameter)]) for name, parameter in every}
         for name, parameter in module.named_parameters():
             self._listen(name, parameter)
-        # A sharded parameter is whole only while its module computes.
+        # A sharded parameter is whole, and a narrow copy in place, only while its module computes.
         for path, each in module.named_modules():
             self._handles.append(each.register_forward_pre_hook(partial(self._before_forward, path)))
 
@@ -33,14 +36,15 @@ class OwnGradients:
         return {name: each / scale for name, each in self.found.items()}
 
     def _before_forward(self, path: str, module: nn.Module, args: Any) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            self._listen(f"{path}.{name}", parameter)
+        for name, parameter in module.named_parameters(path):
+            self._listen(name, parameter)
 
     def _listen(self, name: str, parameter: Tensor) -> None:
         if isinstance(parameter, DTensor) or not parameter.requires_grad or id(parameter) in self._heard:
             return
         self._heard[id(parameter)] = parameter  # kept, so that no other gets its id
-        self._handles.append(parameter.register_hook(partial(self._add, canonical(name).removeprefix("."))))
+        # A tied weight is called by its first name, whichever module comes first in the forward pass.
+        self._handles.append(parameter.register_hook(partial(self._add, self._first_name[canonical(name)])))
 
     def _add(self, name: str, gradient: Tensor) -> None:
         mine = gradient.detach().float().cpu()

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.config import Batching, Config
 from shardwise.config.seeds import Purpose
-from shardwise.data import BatchedSamples, Reader, shares
-from shardwise.data.loader import Work, _map_tensors
+from shardwise.data import Reader, shares
+from shardwise.data.loader import _map_tensors
 from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.initial import initial_model
@@ -215,13 +215,7 @@ class _Batch:
         self.reader = Reader(session.train_data, self.task.collate, self.task.count, session.config.seed)
 
     def read(self, ids: Indices) -> Any:
-        loaded = self.reader.read(Work(ids, (len(ids),), 0))
-        inputs = loaded.inputs
-        if isinstance(self.reader.samples, BatchedSamples):
-            [inputs] = self.reader.samples.take_apart(inputs, [len(ids)])
-        else:
-            [inputs] = inputs
-        return _map_tensors(inputs, lambda tensor: tensor.to(self.session.world.device))
+        return _map_tensors(self.reader.micro_batch(ids), lambda tensor: tensor.to(self.session.world.device))
 
     def gradient(self, ids: Indices, seed: int = 0, *, inputs: Any = None, moved: Sequence[str] = ()) -> _Found:
         """`inputs`: the batch, where it has been read already. `moved`: buffers that have another value meanwhile."""
