@@ -40,6 +40,7 @@ def fit(
     stop = stop or Stop()
     config = settled_before(config) if resume else config
     with stop.listening(), Session(config, elastic=elastic) as session:
+        session.starting.of_a_program()
         session.stop_check = lambda: stop.requested
         folder = RunFolder(Path(config.run_folder), session.world.rank)
         notice = session.world.on_first(

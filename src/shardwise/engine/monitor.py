@@ -85,6 +85,8 @@ class Monitor:
         )
         if session.batch_found:
             self.console.say(session.batch_found)
+        if said := session.starting.sentence():
+            self.console.say(said)
         self._mind_the_batch_norm()
         for sentence in about_strategy(session):
             self.console.say(sentence)
@@ -326,6 +328,7 @@ class Monitor:
                 "chosen_for": session.batch_world,
             },
             "total_steps": session.total_steps,
+            "start": {what: round(seconds, 2) for what, seconds in session.starting.seconds.items()},
             "mfu": {"formula": formula, "peak_flops": self.rates.peak, "peak": "dense bf16, all devices"},
         }
 

@@ -43,6 +43,7 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.rollback import LeftOut, go_back, left_out_step, place_of
 from shardwise.engine.saving import Checkpoints, resume_run, save_run
 from shardwise.engine.schedule import Schedule
+from shardwise.engine.starting import Starting
 from shardwise.engine.step import Parts, StepResult, run_step
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.adamw import NarrowAdamW
@@ -57,6 +58,7 @@ COMPILING_PAYS_AFTER = 200
 class Session:
     def __init__(self, config: Config | str | Path, *, elastic: bool = False) -> None:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
+        self.starting = Starting()
         self.elastic = elastic
         self.config = config if isinstance(config, Config) else load_config(config)
         self.finds_batch = self.config.training.batch_size == "auto"
@@ -98,6 +100,7 @@ class Session:
         """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
+        self.starting.lap("meeting")
 
     def _take_place(self) -> None:
         """What follows from the config and the number of ranks; refused if they do not go together."""
@@ -203,9 +206,10 @@ class Session:
         self.train_data = task.train_data()
         self.valid_data = task.valid_data()
         check_data(self.train_data, self.valid_data, self.world)
+        self.starting.lap("data")
         training = self.config.training
         spread_model = spread(
-            lambda: initial_model(task, self.config.seed),
+            self._build,
             task.blocks,
             task.tensor_plan,
             self.strategy,
@@ -244,7 +248,14 @@ class Session:
         # Ranks that hold the same tensors write a part of them each.
         copies = self.layout.data_size // self.layout.size("shard")
         self.checkpoints.open(spread_model.module.parameters(), copies)
+        self.starting.lap("model")
         return spread_model.model
+
+    def _build(self) -> nn.Module:
+        self.starting.lap("model")
+        model = initial_model(self.task, self.config.seed)
+        self.starting.lap("weights")
+        return model
 
     def _compiles(self) -> bool:
         """Whether the model's blocks are compiled. It follows from the config alone, so that a resumed run does the same."""
