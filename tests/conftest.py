@@ -11,6 +11,10 @@ import pytest
 
 from tests.distributed.pool import FreshRanks, RankPool
 
+# Read when torch is imported, here and in every program that a test starts. Tests run side by side, one per core: with
+# threads for every core each, they wait for each other, and a step of a toy takes half a second instead of a millisecond.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).parent.parent
 
 

@@ -19,7 +19,7 @@ class RankPool:
     key = pytest.StashKey["RankPool"]()
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = warm_context()
         self._workers: list[tuple[Any, Connection]] = []
         for _ in range(size):
             ours, theirs = context.Pipe()
@@ -63,8 +63,7 @@ class FreshRanks:
     torch 2.13 keeps device meshes, and hangs on those of an earlier process group; and for ranks that may fail alone."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.distributed.work", "transformers", "shardwise.verify.warm"])
+        self._context = warm_context()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         port = _free_port()
@@ -103,6 +102,13 @@ class FreshRanks:
                         process.kill()
                     raise RankFailure(f"rank {rank}: {results[rank]}")
         return [results[rank] for rank in range(len(workers))]
+
+
+def warm_context() -> Any:
+    """Processes are forked from one that has imported everything: once per session, and not once per rank."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.work", "transformers", "shardwise.verify.warm"])
+    return context
 
 
 class RankFailure(AssertionError):
