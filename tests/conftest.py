@@ -80,9 +80,24 @@ def _helper(process: psutil.Process) -> bool:
         return True
 
 
+LONG = (
+    "test_docs.py",
+    "verify/test_planted.py",
+    "launch/test_restarts.py",
+    "cli/test_train.py",
+    "verify/test_clean.py",
+    "drill/test_drill.py",
+    "distributed/test_resume.py",
+    "drill/test_link.py",
+)
+"""Files that take a minute or more. One that is begun last keeps one worker busy, and the others wait for it."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    place = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
