@@ -16,6 +16,16 @@ from typing import Any
 
 import pytest
 
+PRELOAD = [
+    "tests.distributed.work",
+    "shardwise.tasks.chess",
+    "shardwise.tasks.cells",
+    "shardwise.tasks.images",
+    "transformers.models.llama.modeling_llama",  # and all that models of Transformers import
+    "shardwise.verify.warm",
+    "shardwise.launch.settled",
+]
+
 
 class RankPool:
     key = pytest.StashKey["RankPool"]()
@@ -109,9 +119,7 @@ class FreshRanks:
 def warm_context() -> Any:
     """Processes are forked from one that has imported everything: once per session, and not once per rank."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["tests.distributed.work", "transformers", "shardwise.verify.warm", "shardwise.launch.settled"]
-    )
+    context.set_forkserver_preload(PRELOAD)
     return context
 
 

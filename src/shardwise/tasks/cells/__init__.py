@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from shardwise.errors import MissingExtra
 
-# Looked for and not imported: anndata takes seconds, and the process that only starts the ranks has no use for it.
+# Looked for and not imported: matplotlib takes tenths of a second, and is for a picture at the end.
 if _missing := [name for name in ("anndata", "h5py", "pyarrow", "matplotlib") if find_spec(name) is None]:
     raise MissingExtra.of(_missing[0], "cells", "task: cells")
 

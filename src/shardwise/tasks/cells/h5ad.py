@@ -12,6 +12,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+from anndata.io import read_elem
 from numpy.typing import NDArray
 from scipy import sparse
 
@@ -179,8 +180,6 @@ def _gene_names(path: Path, content: h5py.File, key: str | None) -> list[str]:
         raise DataError(
             f"{path}: var has no column {column!r}. It has: {', '.join(var)}. Set data.gene_key accordingly"
         )
-    from anndata.io import read_elem  # it takes seconds
-
     genes = [str(gene) for gene in np.asarray(read_elem(var[column]))]
     if len(set(genes)) < len(genes):
         seen: set[str] = set()
@@ -201,7 +200,6 @@ def _label_column(path: Path, content: h5py.File, key: str | None) -> tuple[Ints
             return None
         raise DataError(f"{path}: obs has no column {key!r}. It has: {', '.join(obs)}. Set data.label_key accordingly")
     import pandas
-    from anndata.io import read_elem
 
     try:
         column = pandas.Categorical(read_elem(obs[name]))
