@@ -80,6 +80,11 @@ def _helper(process: psutil.Process) -> bool:
         return True
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests of hangs, cut links and restarts mostly wait."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 LONG = (
     "test_docs.py",
     "verify/test_planted.py",
