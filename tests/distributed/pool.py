@@ -147,10 +147,10 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.send(answer)
-        if number % 10 == 0:  # what training set aside is left so in a forked rank; this one goes on to other jobs
+        if number % 10 == 0:
             gc.unfreeze()
             gc.collect()
-            gc.freeze()
+        gc.freeze()  # every training begins with a collection, which need not look at all that was imported
 
 
 def _free_port() -> int:

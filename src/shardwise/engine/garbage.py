@@ -11,12 +11,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_kept_small() -> Iterator[None]:
-    """In a rank that was forked from a server, much was set aside before it began. That is not looked at afterwards either."""
-    forked = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not forked:
-            gc.unfreeze()
+        gc.unfreeze()
