@@ -87,13 +87,15 @@ def pytest_xdist_auto_num_workers() -> int:
 
 LONG = (
     "test_docs.py",
+    "distributed/test_strategies.py",
     "verify/test_planted.py",
     "launch/test_restarts.py",
     "cli/test_train.py",
     "verify/test_clean.py",
     "drill/test_drill.py",
-    "distributed/test_resume.py",
+    "distributed/test_parity.py",
     "drill/test_link.py",
+    "distributed/test_tasks_spread.py",
 )
 """Files that take a minute or more. One that is begun last keeps one worker busy, and the others wait for it."""
 
