@@ -9,11 +9,12 @@ STAMP  := $(VENV)/.installed
 train: $(STAMP)  ## train a tiny chess model on every local device
 	$(BIN)/shardwise train configs/chess-tiny.yaml --fresh
 
+# Files in the order that tests/conftest.py gives them. With bytecode, which the hundreds of programs that tests start share.
 test: $(STAMP)  ## formatting, types, tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -11,6 +11,10 @@ import pytest
 
 from tests.distributed.pool import FreshRanks, RankPool
 
+# Read when torch is imported, here and in every program that a test starts. Tests run side by side, one per core: with
+# threads for every core each, they wait for each other, and a step of a toy takes half a second instead of a millisecond.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -79,9 +83,26 @@ def _helper(process: psutil.Process) -> bool:
         return True
 
 
+LONG = (
+    "test_docs.py",
+    "distributed/test_strategies.py",
+    "verify/test_planted.py",
+    "launch/test_restarts.py",
+    "cli/test_train.py",
+    "verify/test_clean.py",
+    "drill/test_drill.py",
+    "distributed/test_parity.py",
+    "drill/test_link.py",
+    "distributed/test_tasks_spread.py",
+)
+"""Files that take a minute or more. One that is begun last keeps one worker busy, and the others wait for it."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    place = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -11,6 +11,7 @@ import tomllib
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 import pytest
 
@@ -72,8 +73,22 @@ def run_page(page: Path, folder: Path) -> None:
         if fence.title:
             (folder / fence.title).write_text(fence.content)
     for command in commands_on(page):
-        done = run_program(small(command), folder, SHARDWISE_CACHE=str(folder / "cache"))
+        done = outcome_of(command, folder)
         assert done.returncode == 0, f"{page.name}: {command}\n{done.stdout}\n{done.stderr}"
+
+
+def outcome_of(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`verify` reads nothing of the folder but the config, and leaves nothing there: what came of it holds on every page."""
+    if not command.startswith("shardwise verify configs/"):
+        return run_program(small(command), folder, SHARDWISE_CACHE=str(folder / "cache"))
+    with _verifying:
+        if command not in _verified:
+            _verified[command] = run_program(small(command), folder, SHARDWISE_CACHE=str(folder / "cache"))
+        return _verified[command]
+
+
+_verified: dict[str, subprocess.CompletedProcess[str]] = {}
+_verifying = Lock()
 
 
 def commands_on(page: Path) -> list[str]:

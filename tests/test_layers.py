@@ -139,3 +139,16 @@ def test_a_whole_config_of_a_built_in_task_is_read_without_torch() -> None:
     command = [sys.executable, "-c", program, str(config)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_tasks_and_the_engine_are_imported_without_what_takes_seconds_and_only_some_runs_need() -> None:
+    """The process that starts the ranks waits for none of it; torch.distributed.optim, which compiles eight optimizers when
+    it is imported, is for zero1 alone."""
+    program = (
+        "import sys, shardwise.engine.fit; from shardwise.config.load import BUILT_IN_TASKS, load_task_class\n"
+        "for task in BUILT_IN_TASKS: load_task_class(task)\n"
+        "heavy = ('monai', 'matplotlib', 'transformers', 'torch.distributed.optim')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

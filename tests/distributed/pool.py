@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -14,12 +16,22 @@ from typing import Any
 
 import pytest
 
+PRELOAD = [
+    "tests.distributed.work",
+    "shardwise.tasks.chess",
+    "shardwise.tasks.cells",
+    "shardwise.tasks.images",
+    "transformers.models.llama.modeling_llama",  # and all that models of Transformers import
+    "shardwise.verify.warm",
+    "shardwise.launch.settled",
+]
+
 
 class RankPool:
     key = pytest.StashKey["RankPool"]()
 
     def __init__(self, size: int) -> None:
-        context = mp.get_context("spawn")
+        context = warm_context()
         self._workers: list[tuple[Any, Connection]] = []
         for _ in range(size):
             ours, theirs = context.Pipe()
@@ -63,8 +75,7 @@ class FreshRanks:
     torch 2.13 keeps device meshes, and hangs on those of an earlier process group; and for ranks that may fail alone."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.distributed.work", "transformers", "shardwise.verify.warm"])
+        self._context = warm_context()
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         port = _free_port()
@@ -105,6 +116,13 @@ class FreshRanks:
         return [results[rank] for rank in range(len(workers))]
 
 
+def warm_context() -> Any:
+    """Processes are forked from one that has imported everything: once per session, and not once per rank."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 class RankFailure(AssertionError):
     """At least one rank raised; the message holds every traceback."""
 
@@ -114,7 +132,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    while True:
+    for number in itertools.count(1):
         try:
             function, args, rank, size, port = pipe.recv()
         except EOFError:
@@ -129,6 +147,10 @@ def _serve(pipe: Connection) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         pipe.send(answer)
+        if number % 10 == 0:
+            gc.unfreeze()
+            gc.collect()
+        gc.freeze()  # every training begins with a collection, which need not look at all that was imported
 
 
 def _free_port() -> int:

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 def train(text: str, overrides: list[str], *, steps: int | None = None, resume: str | None = None, save: bool = False,
-          per_rank_mean: bool = False, evaluate: bool = False) -> Record:  # fmt: skip
+          save_each: bool = False, per_rank_mean: bool = False, evaluate: bool = False) -> Record:  # fmt: skip
     """Train through the five verbs. Returns per-step loss and gradient norm, the sample ids, and the final weights."""
     config = config_of(text, overrides)
     original = step_module.loss_weight
@@ -39,6 +39,8 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
                 session.resume(resume)
             record: Record = {"losses": [], "norms": [], "ids": [], "lrs": [], "from": session.steps_done}
             for batch in session.batches():
+                if save_each:  # before the first step, and after each; with a metric, so that save_top_k keeps them all
+                    session.save({"loss": 0.0})
                 if steps is not None and session.steps_done >= steps:
                     break
                 result = session.step(batch)
@@ -46,6 +48,9 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
                 record["norms"].append(result.grad_norm)
                 record["lrs"].append(result.lr)
                 record["ids"].append(batch.ids)
+            if save_each:
+                session.save({"loss": 0.0})
+                session.wait()
             record["metrics"] = session.evaluate() if evaluate else {}
             record["weights"] = full_weights(session)
             record["skipped"] = session.skipped_steps

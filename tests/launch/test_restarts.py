@@ -48,9 +48,18 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "runs/ragged/verdicts.jsonl").read_text().splitlines()]
 
 
-def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_undisturbed_run(tmp_path: Path) -> None:
-    whole, torn = write(tmp_path / "whole"), write(tmp_path / "torn")
-    assert shardwise(whole, "train", "ragged.yaml").returncode == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The undisturbed run."""
+    folder = write(tmp_path_factory.mktemp("undisturbed") / "whole")
+    assert shardwise(folder, "train", "ragged.yaml").returncode == 0
+    return folder
+
+
+def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_undisturbed_run(
+    tmp_path: Path, whole: Path
+) -> None:
+    torn = write(tmp_path / "torn")
     done = shardwise(
         torn, "train", "ragged.yaml", "--max-restarts", "5", FAULTS="kill:1:2,stop:0:4,hang:1:4,crash:0:3,raise:1:4"
     )
@@ -71,11 +80,10 @@ def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_
     assert "OSError: a passing trouble (tests/tasks.py:" in verdicts(torn)[4]["sentence"]
 
 
-def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path: Path) -> None:
-    whole, torn = write(tmp_path / "whole"), write(tmp_path / "torn")
+def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path: Path, whole: Path) -> None:
+    torn = write(tmp_path / "torn")
     command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "shardwise", "train", "ragged.yaml"]
-    assert shardwise(whole, "train", "ragged.yaml").returncode == 0
     # With the store that torchrun shares by default, a restarted rank may dial a dead one (torch 2.13).
     done = run_program(command, torn, FAULTS="hang:1:4", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     assert done.returncode == 0, done.stderr

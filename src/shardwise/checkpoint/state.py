@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.checkpoint.tensors import INDEX, Agreed, SafeLoadPlanner, Shelf, Stage, write_files, write_index
@@ -156,7 +156,9 @@ def _own(world: World) -> str:
 
 def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer of the parameters that this rank updates: under zero1 some of them, else all."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    # Its module compiles eight optimizers when it is imported (half a second, torch 2.13): where nobody has, there is none.
+    zero = sys.modules.get("torch.distributed.optim")
+    return optimizer.optim if zero and isinstance(optimizer, zero.ZeroRedundancyOptimizer) else optimizer
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

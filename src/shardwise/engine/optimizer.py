@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import local_part
@@ -31,7 +30,12 @@ def build_optimizer(
     kind, settings = _kind_of(groups, options)
     if narrow is not None and kind is torch.optim.AdamW and not sharded:
         kind = NarrowAdamW
-    optimizer = ZeroRedundancyOptimizer(groups, kind, lr=lr, **settings) if sharded else kind(groups, lr=lr, **settings)
+    if sharded:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, which others need not wait for
+
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, kind, lr=lr, **settings)
+    else:
+        optimizer = kind(groups, lr=lr, **settings)
     _make_state(local_part(optimizer))
     if isinstance(optimizer, NarrowAdamW):
         optimizer.narrow = narrow

@@ -1,15 +1,13 @@
 """`task: cells`: masked-gene pretraining of a transformer on single-cell data."""
 
+from importlib.util import find_spec
+
 from shardwise.errors import MissingExtra
 
-for _package in ("anndata", "h5py", "pyarrow", "matplotlib"):
-    try:
-        __import__(_package)
-    except ModuleNotFoundError as _error:
-        if _error.name != _package:  # it is there, but something that it needs is not
-            raise
-        raise MissingExtra.of(_package, "cells", "task: cells") from None
+# Looked for and not imported: matplotlib takes tenths of a second, and is for a picture at the end.
+if _missing := [name for name in ("anndata", "h5py", "pyarrow", "matplotlib") if find_spec(name) is None]:
+    raise MissingExtra.of(_missing[0], "cells", "task: cells")
 
-from shardwise.tasks.cells.task import CellsTask  # noqa: E402
+from shardwise.tasks.cells.task import CellsTask
 
 __all__ = ["CellsTask"]

@@ -1,0 +1,19 @@
+"""The process that ranks are forked from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import gc, multiprocessing
+from shardwise.launch.server import start_server
+start_server([])
+with multiprocessing.get_context("forkserver").Pool(1) as ranks:
+    print(ranks.apply(gc.get_freeze_count))
+"""
+
+
+def test_no_collection_in_a_rank_looks_at_what_the_server_had_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) > 100_000
