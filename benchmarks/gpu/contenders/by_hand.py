@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.gpu.contenders.meter import Meter
@@ -19,8 +21,10 @@ def train(
     precision: Literal["bf16-mixed", "bf16-true"] = "bf16-mixed",
     compiler: str | None = None,
     pieces: int = 1,
+    attention: SDPBackend | None = None,
 ) -> None:
-    """`compiler`: the whole model is compiled with it. `pieces`: a batch goes through the model in so many parts."""
+    """`compiler`: the whole model is compiled with it. `pieces`: a batch goes through the model in so many parts.
+    `attention`: the kernel that computes it, forward and backward."""
     model = problem.build().train()
     if precision == "bf16-true":
         model.to(torch.bfloat16)
@@ -32,9 +36,10 @@ def train(
         total = torch.zeros((), device=DEVICE)
         for piece in range(pieces):
             part = tree_map_only(torch.Tensor, lambda tensor, n=piece: tensor.chunk(pieces)[n], batch)
-            with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-                loss = problem.loss(forward, part) / pieces
-            loss.backward()
+            with sdpa_kernel(attention) if attention is not None else nullcontext():
+                with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+                    loss = problem.loss(forward, part) / pieces
+                loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

@@ -72,15 +72,20 @@ def llama_1b(options: Options) -> Work:
 
 def llama_7b(options: Options) -> Work:
     shape, batch, larger = (TINY, 2, 4) if options.tiny else (LLAMA_7B, 4, options.batch_7b)
-    row, wide = _Rows(shape, batch, options), _Rows(shape, larger, options)
+    row = _Rows(shape, batch, options)
     recomputing = {"strategy": "fsdp", "fsdp": {"activation_checkpointing": True}}
     contenders = [
-        row.trainer("Transformers Trainer, gradient_checkpointing", gradient_checkpointing=True),
-        row.shardwise("shardwise", {}),
+        contender
+        for rows in (row, _Rows(shape, larger, options))
+        for contender in (
+            rows.trainer("Transformers Trainer, gradient_checkpointing", gradient_checkpointing=True),
+            rows.shardwise("shardwise", {}),
+        )
+    ]
+    contenders += [
         row.shardwise("shardwise, bf16-true", {"precision": "bf16-true"}),
         row.shardwise("shardwise, 4 micro-batches per step", {"gradient_accumulation": 4}),
         row.shardwise("shardwise, fsdp with activation_checkpointing", recomputing),
-        wide.shardwise("shardwise, bf16-true, larger batch", {"precision": "bf16-true"}),
     ]
     title = f"{shape} (CodeLlama 7B's shape); fp32 weights, computed in bf16, where not said otherwise"
     return Work(title, "tokens", contenders)
