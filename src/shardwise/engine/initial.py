@@ -61,9 +61,8 @@ class DrawnByAllCores(TorchFunctionMode):
         def fill(number: int, piece: Tensor) -> None:
             function(piece, *args, generator=torch.Generator().manual_seed(first_seed + number), **given)
 
-        pieces = (
-            tensor.detach().view(-1).split(PIECE)
-        )  # detached: whether gradients are recorded is known to this thread alone
+        # Detached: that no gradients are recorded is known to this thread alone.
+        pieces = tensor.detach().view(-1).split(PIECE)
         for filled in [self._threads.submit(fill, *each) for each in enumerate(pieces)]:
             filled.result()
 

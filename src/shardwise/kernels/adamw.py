@@ -88,17 +88,10 @@ def _numbers(group: dict[str, Any], steps: Tensor, scale: Tensor, found: Tensor)
     """What an update needs besides its tensors, for each weight: made for all at once, and never looked at by the host."""
     rate, (first, second) = float(group["lr"]), group["betas"]
     kept = torch.full_like(steps, 1 - rate * group["weight_decay"])
-    columns = [
-        rate / (1 - first**steps),
-        (1 - second**steps).sqrt(),
-        kept,
-        scale.expand_as(steps),
-        found.expand_as(steps),
-    ]
-    unused = [kept] * (
-        8 - len(columns)
-    )  # so that every row begins at a multiple of 32 bytes, as compiled code likes it
-    return torch.stack([*columns, *unused], dim=1).unbind()
+    rates, roots = rate / (1 - first**steps), (1 - second**steps).sqrt()
+    columns = [rates, roots, kept, scale.expand_as(steps), found.expand_as(steps)]
+    # Filled up, so that every row begins at a multiple of 32 bytes, as compiled code likes it.
+    return torch.stack([*columns, *[kept] * (8 - len(columns))], dim=1).unbind()
 
 
 def update(
