@@ -93,6 +93,17 @@ def test_time_is_taken_at_the_ends_of_windows_only(monkeypatch: pytest.MonkeyPat
     assert (figures.first_step_seconds, figures.warmup_seconds) == (1, 2)
 
 
+def test_kernels_are_listed_in_a_window_that_is_not_timed() -> None:
+    meter = Meter(Plan(warmup=1, windows=2, steps=2, profile=True), torch.device("cpu"))
+    meter.ready()
+    for _ in range(7):
+        torch.ones(50, 50) @ torch.ones(50, 50)
+        meter.done(1.0, units=10)
+    figures = meter.figures()
+    assert len(figures.windows) == 2 and len(figures.losses) == 7
+    assert "aten::mm" in dict(figures.kernels) and all(seconds >= 0 for _, seconds in figures.kernels)
+
+
 @pytest.mark.parametrize(("shape", "parameters"), [(LLAMA_1B, 1.26e9), (LLAMA_7B, 6.74e9), (LLAMA_8B, 8.03e9)])
 def test_the_models_have_the_sizes_they_are_called_by(shape: Shape, parameters: float) -> None:
     from benchmarks.gpu.contenders.llama import _build

@@ -41,6 +41,7 @@ def main() -> None:
     if unknown := [name for name in chosen if name not in WORKS]:
         sys.exit(f"--works: there is no {', '.join(unknown)}; there is {', '.join(WORKS)}")
     plan = {name: value for name in ("warmup", "windows", "steps") if (value := getattr(arguments, name)) is not None}
+    plan |= {"profile": True} if arguments.profile else {}
     options = Options(arguments.tiny, arguments.batch_7b, arguments.batch_8b, tuple(arguments.set), plan)
     ends = time.monotonic() + 60 * arguments.minutes
     report = Report(arguments.out, _command())
@@ -111,6 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in every config of shardwise")
     parser.add_argument("--batch-7b", type=int, default=6, help="the larger batch of llama-7b")
     parser.add_argument("--batch-8b", type=int, default=4, help="the batch of llama-8b")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of one more window")
     parser.add_argument("--warmup", type=int, help="steps before the timed ones")
     parser.add_argument("--windows", type=int, help="windows of timed steps")
     parser.add_argument("--steps", type=int, help="steps of a window")

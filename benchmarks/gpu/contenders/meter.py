@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+KERNELS = 20
+"""Listed of a contender."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -17,10 +20,17 @@ class Plan:
     windows: int
     steps: int
     """Of each window."""
+    profile: bool = False
+    """Whether one more window follows, in which kernels are listed. It is not timed."""
+
+    @property
+    def timed(self) -> int:
+        """Steps up to the end of the last window that is timed."""
+        return self.warmup + self.windows * self.steps
 
     @property
     def total(self) -> int:
-        return self.warmup + self.windows * self.steps
+        return self.timed + self.profile * self.steps
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class Figures:
     windows: list[float]
     """Seconds of each."""
     losses: list[float]
+    kernels: list[tuple[str, float]]
+    """Where they were listed: those that take longest, with their seconds per step."""
 
 
 @dataclass
@@ -60,6 +72,8 @@ class Meter:
         self._seconds: list[float] = []
         self._units: list[float] = [0.0]
         self._peaks: list[float] = []
+        self._profiler: torch.profiler.profile | None = None
+        self._kernels: list[tuple[str, float]] = []
 
     def ready(self) -> None:
         self._take_peak()
@@ -76,7 +90,9 @@ class Meter:
             self._window = self._now()
             self._warmup = self._window - self._ready
             self._take_peak()
-        if steps <= self.plan.warmup:
+        if self.plan.profile:
+            self._list_kernels(steps)
+        if not self.plan.warmup < steps <= self.plan.timed:
             return
         self._units[-1] += units
         if (steps - self.plan.warmup) % self.plan.steps == 0:
@@ -102,7 +118,28 @@ class Meter:
             warmup_seconds=self._warmup,
             windows=self._seconds,
             losses=[float(loss() if not isinstance(loss, Tensor) and callable(loss) else loss) for loss in self.losses],
+            kernels=self._kernels,
         )
+
+    def _list_kernels(self, steps: int) -> None:
+        if steps == self.plan.timed:
+            kind = (
+                torch.profiler.ProfilerActivity.CUDA
+                if self.device.type == "cuda"
+                else torch.profiler.ProfilerActivity.CPU
+            )
+            self._profiler = torch.profiler.profile(activities=[kind])
+            self._now()
+            self._profiler.start()
+        elif steps == self.plan.total and self._profiler is not None:
+            self._now()
+            self._profiler.stop()
+            on_device = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+            found = [
+                (event.key, getattr(event, on_device) / 1e6 / self.plan.steps)
+                for event in self._profiler.key_averages()
+            ]
+            self._kernels = sorted(found, key=lambda kernel: -kernel[1])[:KERNELS]
 
     def _take_peak(self) -> None:
         if self.device.type == "cuda":

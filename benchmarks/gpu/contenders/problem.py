@@ -80,7 +80,7 @@ class Options:
     batch_8b: int = 4
     overrides: tuple[str, ...] = ()
     """Of every config of shardwise."""
-    plan: dict[str, int] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
 
     def planned(self, *, warmup: int = 4) -> Plan:
         usual = {"warmup": 1, "windows": 2, "steps": 1} if self.tiny else {"warmup": warmup, "windows": 4, "steps": 4}

@@ -61,6 +61,20 @@ def table(name: str, work: Work, rows: list[Row]) -> list[str]:
         f"| | batch | ms per step | {work.unit}/s | MFU | peak GiB | first step, s | warm-up, s | loss, first → last |",
         "|---|---|---|---|---|---|---|---|---|",
         *(line(row) for row in rows),
+        *(text for row in rows if row.figures and row.figures.kernels for text in _kernels(row)),
+    ]
+
+
+def _kernels(row: Row) -> list[str]:
+    assert row.figures is not None
+    step = row.figures.seconds_per_step
+    return [
+        "",
+        f"{row.contender.name}, batch {row.contender.batch}: kernels of a step",
+        "",
+        "| kernel | ms | of the step |",
+        "|---|---|---|",
+        *(f"| `{name[:90]}` | {1e3 * seconds:.2f} | {seconds / step:.1%} |" for name, seconds in row.figures.kernels),
     ]
 
 
