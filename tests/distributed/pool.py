@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.launch.server import hearing
+
 PRELOAD = [
     "tests.distributed.work",
     "shardwise.tasks.chess",
@@ -131,6 +133,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    hearing()  # the server may be a launcher's, which a test has started in this process before
     torch.set_num_threads(1)
     for number in itertools.count(1):
         try:

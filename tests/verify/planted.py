@@ -103,12 +103,9 @@ def every_rank_seeds_its_own_weights() -> None:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, init_sync=False, **options)
 
-    def build(self: Session, task: Any) -> Any:
-        def make() -> nn.Module:
-            seed_everything(self.config.seed + self.world.rank, Purpose.WEIGHTS)
-            return task.build_model()
-
-        return make
+    def build(self: Session) -> nn.Module:
+        seed_everything(self.config.seed + self.world.rank, Purpose.WEIGHTS)
+        return self.task.build_model()
 
     Session._build = build  # type: ignore[method-assign]
     spread_module.build_shape = lambda build: build()
