@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
+from shardwise.launch.finished import ranks_that_finish
 from shardwise.watch.beats import Phase, read_beats
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
@@ -113,7 +114,8 @@ class Agent(LocalElasticAgent):
         job = self.job
         worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
-        started = super()._start_workers(worker_group)
+        with ranks_that_finish():
+            started = super()._start_workers(worker_group)
         if self.asked is not None:  # in between
             self._tell()
         return started
