@@ -9,8 +9,10 @@ PROGRAM = """
 import gc, multiprocessing
 from shardwise.launch.server import start_server
 start_server([])
-with multiprocessing.get_context("forkserver").Pool(1) as ranks:
-    print(ranks.apply(gc.get_freeze_count))
+ranks = multiprocessing.get_context("forkserver").Pool(1)
+print(ranks.apply(gc.get_freeze_count))
+ranks.close()  # not `terminate`: what is forked from this server does not hear SIGTERM until it is a rank
+ranks.join()
 """
 
 
