@@ -35,16 +35,7 @@ class RankPool:
     key = pytest.StashKey["RankPool"]()
 
     def __init__(self, size: int) -> None:
-        self._workers = [self._started() for _ in range(size)]
-
-    def _started(self) -> tuple[Any, Connection]:
-        context = warm_context()
-        ours, theirs = context.Pipe()
-        # Not daemons: those may have no children, and a rank has loader workers. They end when the pipe does.
-        process = context.Process(target=_serve, args=(theirs,))
-        process.start()
-        theirs.close()
-        return process, ours
+        self._workers = [_started() for _ in range(size)]
 
     def pids(self) -> set[int]:
         return {process.pid for process, _ in self._workers}
@@ -67,7 +58,7 @@ class RankPool:
             pipe.close()
             process.kill()
             process.join()
-            self._workers[number] = self._started()
+            self._workers[number] = _started()
 
     def _run(self, size: int, function: Callable[..., Any], args: Any, timeout: float) -> list[Any]:
         port = _free_port()
@@ -101,19 +92,13 @@ class FreshRanks:
     """New processes for every job, forked from one that has imported everything. For what leaves its traces in a process:
     torch 2.13 keeps device meshes, and hangs on those of an earlier process group; and for ranks that may fail alone."""
 
-    def __init__(self) -> None:
-        self._context = warm_context()
-
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         port = _free_port()
         workers = []
         for rank in range(size):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,))
-            process.start()
-            theirs.close()
-            ours.send((function, args, rank, size, port))
-            workers.append((process, ours))
+            process, pipe = _started()
+            pipe.send((function, args, rank, size, port))
+            workers.append((process, pipe))
         try:
             return self._results(workers, timeout)
         finally:
@@ -143,11 +128,16 @@ class FreshRanks:
         return [results[rank] for rank in range(len(workers))]
 
 
-def warm_context() -> Any:
-    """Processes are forked from one that has imported everything: once per session, and not once per rank."""
+def _started() -> tuple[Any, Connection]:
+    """Forked from a process that has imported everything: once per session, and not once per rank."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    return context
+    ours, theirs = context.Pipe()
+    # Not a daemon: those may have no children, and a rank has loader workers. It ends when the pipe does.
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    return process, ours
 
 
 class RankFailure(AssertionError):

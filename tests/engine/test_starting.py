@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
 from shardwise.engine import starting
 from shardwise.engine.starting import Starting
+from shardwise.watch.kernel import age_of
 
 
 def test_laps_add_up_and_a_short_start_is_not_worth_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +27,7 @@ def test_laps_add_up_and_a_short_start_is_not_worth_a_line(monkeypatch: pytest.M
 
 
 def test_what_a_program_did_before_counts_as_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "_age_of_process", lambda: 7.0)
+    monkeypatch.setattr(starting, "age_of", lambda pid: 7.0)
     start = Starting()
     start.seconds = {"meeting": 2.0}
     start.of_a_program()
@@ -34,8 +36,8 @@ def test_what_a_program_did_before_counts_as_imports(monkeypatch: pytest.MonkeyP
 
 
 def test_the_age_of_this_process_is_known_here() -> None:
-    age = starting._age_of_process()
+    age = age_of(os.getpid())
     assert age is not None
     time.sleep(0.05)
-    later = starting._age_of_process()
+    later = age_of(os.getpid())
     assert later is not None and 0.03 < later - age < 5

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+
+from shardwise.watch.kernel import age_of
 
 WORTH_SAYING = 10.0
 """Seconds from which on a start is explained."""
@@ -17,7 +18,7 @@ class Starting:
 
     def of_a_program(self) -> None:
         """The process has begun in order to train: what it did before was to import."""
-        if (age := _age_of_process()) is not None:
+        if (age := age_of(os.getpid())) is not None:
             self.seconds = {"imports": max(0.0, age - sum(self.seconds.values())), **self.seconds}
 
     def lap(self, what: str) -> None:
@@ -33,13 +34,3 @@ class Starting:
             return None
         parts = [f"{what} {seconds:.1f}" for what, seconds in self.seconds.items() if seconds >= 0.05]
         return f"ready after {total:.1f} s: {', '.join(parts)}"
-
-
-def _age_of_process() -> float | None:
-    """On Linux; elsewhere it is not known without another library."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError):
-        return None
-    return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")

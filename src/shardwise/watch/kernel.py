@@ -19,12 +19,16 @@ def state_of(pid: int) -> str:
 
 def is_same_process(pid: int, when: float) -> bool:
     """Whether the process of this number was there at that time already, by the wall clock."""
+    age = age_of(pid)
+    return age is not None and time.time() - age <= when + CLOCK_MAY_JUMP
+
+
+def age_of(pid: int) -> float | None:
+    """In seconds; None where it is gone, or the kernel is not Linux."""
     fields = _stat(pid)
     if not fields:
-        return False
-    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
-    return time.time() - age <= when + CLOCK_MAY_JUMP
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 CLOCK_MAY_JUMP = 60.0
