@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from shardwise.launch.meeting import Meeting, meet
+from shardwise.launch.meeting import Meeting, Place, meet
 
 
 @pytest.fixture
@@ -62,3 +62,17 @@ def test_machines_join_only_when_the_last_question_is_answered(
     assert meeting.next_rendezvous().world_size == 1
     assert answered.is_set()
     meeting.shutdown()
+
+
+def test_who_came_first_is_first_whatever_its_address_and_number(tmp_path: Path) -> None:
+    def come(address: str, **keeps: str) -> Place:
+        where = RendezvousParameters(
+            "c10d", str(tmp_path / "store"), "job", 1, 4, local_addr=address, store_type="file", **keeps
+        )
+        place = meet(where)._this_node
+        assert isinstance(place, Place)
+        return place
+
+    places = [come("10.0.0.9"), come("10.0.0.10"), come("10.0.0.8"), come("10.0.0.99", is_host="true")]
+    assert [place.addr for place in sorted(places)] == ["10.0.0.99", "10.0.0.9", "10.0.0.10", "10.0.0.8"]
+    assert len(set(places)) == 4

@@ -44,6 +44,15 @@ BACKWARD = Stack(
     )
 )
 
+LAYING_OUT = Stack(  # DDP, in the second step, agrees on the order of gradients
+    (
+        Frame(f"{TORCH}/nn/parallel/distributed.py", 1775, "_pre_forward"),
+        Frame(f"{TORCH}/nn/parallel/distributed.py", 1886, "forward"),
+        Frame(f"{TORCH}/nn/modules/module.py", 1789, "_call_impl"),
+        *USERS.frames,
+    )
+)
+
 
 def seen(rank: int, phase: Phase, step: int, stack: Stack = NOWHERE, *, world: int = 4, **more: Any) -> Sighting:
     beat = Beat(rank, world, 100 + rank, "node1", 7, phase, step, NOW - 62.0, 0.0)
@@ -70,6 +79,18 @@ def test_ddp_waits_for_gradients_within_backward_unless_it_uses_the_processor() 
     working = seen(1, Phase.COMPUTE, 5, BACKWARD, world=2, busy=True)
     waiting = seen(0, Phase.COMPUTE, 5, BACKWARD, world=2)
     assert judged(waiting, working, world=2).guilty == (1,)
+
+
+def test_what_ddp_and_fully_shard_do_around_the_model_is_no_computation() -> None:
+    waiting = seen(0, Phase.COMPUTE, 2, LAYING_OUT, world=2)
+    verdict = judged(waiting, world=2)
+    assert verdict.sentence.startswith(
+        "rank 0 waits in an exchange of step 2 for rank 1, of which nothing is seen here"
+    )
+    assert (verdict.kind, verdict.guilty) == (Kind.LOST, (1,))
+    assert judged(waiting, seen(1, Phase.COMPUTE, 2, USERS, world=2), world=2).guilty == (1,)
+    model = Stack((Frame(f"{TORCH}/nn/modules/linear.py", 134, "forward"), *LAYING_OUT.frames))
+    assert judged(seen(0, Phase.COMPUTE, 2, model, world=2), world=2).kind is Kind.HANG
 
 
 def test_a_process_that_was_stopped_is_told_from_a_hang() -> None:

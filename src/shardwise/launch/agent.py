@@ -22,7 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
-from shardwise.launch.finished import ranks_that_finish
+from shardwise.launch.ends import ending_well
 from shardwise.watch.beats import Phase, read_beats
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
         job = self.job
         worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
-        with ranks_that_finish():
+        with ending_well(self._settle_the_dead):
             started = super()._start_workers(worker_group)
         if self.asked is not None:  # in between
             self._tell()
@@ -123,7 +123,6 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._hang is None:  # the agent may see only at its next turn that they have ended
             self._hang = self._look_for_a_hang()
-        self._settle_the_dead()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._after_a_failure(worker_group)
@@ -158,9 +157,8 @@ class Agent(LocalElasticAgent):
                 saving = any(beat.phase is Phase.SAVE for beat in beats.values())
                 if time.monotonic() - sign > (self.job.hang_timeout if saving else TO_STOP):
                     break
-                if self._pcontext is None or self._pcontext.wait(
-                    0
-                ):  # takes their results, without which they do not end
+                # This takes their results, without which they do not end.
+                if self._pcontext is None or self._pcontext.wait(0):
                     break
                 time.sleep(0.05)
             self._kill(self._processes())
@@ -171,8 +169,7 @@ class Agent(LocalElasticAgent):
     def _settle_the_dead(self) -> None:
         """Once a rank has died, the others can only wait for it: they get a moment to say so, and are ended."""
         processes = self._processes()
-        if not self._note_ends(processes):
-            return
+        self._note_ends(processes)
         killed = any(code < 0 for code, _ in self._ended.values())
         give_up = time.monotonic() + (GRACE_AFTER_A_KILL if killed else GRACE)
         while any(process.is_alive() for process in processes) and time.monotonic() < give_up:
@@ -180,12 +177,11 @@ class Agent(LocalElasticAgent):
             self._note_ends(processes)
         self._kill(processes)
 
-    def _note_ends(self, processes: list[Any]) -> bool:
-        """Whether a rank has ended other than well."""
+    def _note_ends(self, processes: list[Any]) -> None:
+        """Of ranks that have ended other than well, and by themselves."""
         for rank, process in enumerate(processes):
             if process.exitcode and rank not in self._ended and rank not in self._ended_here:
                 self._ended[rank] = process.exitcode, time.time()
-        return bool(self._ended)
 
     def _kill(self, processes: list[Any]) -> None:
         for rank, process in enumerate(processes):

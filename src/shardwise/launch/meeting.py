@@ -1,40 +1,62 @@
-"""Where launchers meet: torchrun's rendezvous, but nobody who asks it is held up while it does not answer.
+"""Where launchers meet: torchrun's rendezvous, but who came first is rank 0, and nobody waits for its answer.
 
-A launcher asks ten times a second whether another machine waits to join. Behind a cut link there is no answer and no error
-either, as long as the kernel keeps trying (100 s seen, torch 2.13), and meanwhile nobody would look after the ranks, which hang
-for the same reason.
+torchrun orders machines by address, as text, and on one machine by process: a run's lines would move to another terminal when
+a machine joins that comes before. And a launcher asks ten times a second whether another machine waits to join. Behind a cut
+link there is no answer and no error either, as long as the kernel keeps trying (100 s seen, torch 2.13), and meanwhile nobody
+would look after the ranks, which hang for the same reason.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDesc,
+)
 
 ANSWER = 0.5
 """Seconds that an answer is waited for."""
 LAST_CALL = timedelta(seconds=3)
 """When there are enough machines, another is waited for only a moment."""
-KEEP_ALIVE = 2
-"""Seconds. A machine that is gone is missed after three times as long."""
+KEEP_ALIVE = timedelta(seconds=2)
+"""A machine that is gone is missed after three times as long."""
 
 
 def meet(where: RendezvousParameters) -> Meeting:
     backend, store = create_backend(where)
-    return Meeting.from_backend(
+    came = 0 if where.get_as_bool("is_host") else store.add(f"shardwise.{where.run_id}.came", 1)
+    place = Place(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
+    settings = RendezvousSettings(
         where.run_id,
-        store,
-        backend,
         where.min_nodes,
         where.max_nodes,
-        where.local_addr,
         RendezvousTimeout(last_call=LAST_CALL),
         keep_alive_interval=KEEP_ALIVE,
+        keep_alive_max_attempt=3,
     )
+    return Meeting(place, settings, backend.name, store, _BackendRendezvousStateHolder(backend, settings))
+
+
+@dataclass(frozen=True)
+class Place(_NodeDesc):
+    """A launcher's among those that meet."""
+
+    came: int
+    """As the how-manieth; 0: it keeps the meeting point."""
+
+    def __lt__(self, other: _NodeDesc) -> bool:
+        return isinstance(other, Place) and self.came < other.came
 
 
 class Meeting(DynamicRendezvousHandler):

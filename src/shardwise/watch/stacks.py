@@ -15,6 +15,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _OURS = str(Path(__file__).parents[1])
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _STORE = ("/torch/distributed/rendezvous.py",)
+_EXCHANGES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,11 @@ class Stack:
             if not frame.is_torch:
                 return False
         return False
+
+    @property
+    def in_exchange(self) -> bool:
+        """In what DDP or fully_shard does around the model: the model's own code would lie further in."""
+        return bool(self.frames) and any(part in self.frames[0].file for part in _EXCHANGES)
 
     @property
     def place(self) -> Frame | None:

@@ -203,6 +203,8 @@ def _waits_in(each: Sighting) -> str | None:
         return each.stack.collective
     if each.stack.in_backward and not each.busy:
         return "the reduction of gradients"
+    if each.stack.in_exchange and not each.busy:
+        return "an exchange"
     # On a GPU the host goes ahead and waits where it needs a number; its device waits for the others' meanwhile.
     own = each.stack.frames[0] if each.stack.frames else None
     if own is not None and own.is_ours and not own.is_users and each.beat and each.beat.phase in _ON_THE_DEVICE:
