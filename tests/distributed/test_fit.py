@@ -140,6 +140,7 @@ def _fit_with_signal(number: int, text: str, overrides: list[str], folder: str) 
     from shardwise.engine import fit as fit_module
 
     original = fit_module.Session.step
+    before = signal.signal(number, signal.SIG_DFL)  # as in a terminal, though the tests may run under nohup
 
     def step_and_signal(self: Any, batch: Any) -> Any:
         result = original(self, batch)
@@ -152,6 +153,7 @@ def _fit_with_signal(number: int, text: str, overrides: list[str], folder: str) 
         return work.run_fit(text, overrides, folder)
     finally:
         fit_module.Session.step = original  # type: ignore[method-assign]
+        signal.signal(number, before)
 
 
 def _signalled(where: str, at: int) -> Any:

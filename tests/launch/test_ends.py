@@ -105,6 +105,8 @@ def test_who_has_died_is_seen_before_any_other_is_ended(tmp_path: Path) -> None:
     def one_died() -> None:
         time.sleep(0.5)  # long enough for a signal to arrive
         seen.append([process.exitcode for process in context._pc.processes])
+        for process in context._pc.processes:
+            process.kill()
 
     context = _started(_busy, tmp_path, one_died)
     assert context.wait(0) is None and not seen
