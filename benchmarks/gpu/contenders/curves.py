@@ -1,6 +1,7 @@
 """Whether faster is still the same: the loss over 200 steps on tokens that can be learned, beside that of the plain loop.
 
-Plain loops that round differently say how far apart curves are that compute the same.
+Plain loops that round differently say how far apart curves are that compute the same, and one with other weights how far apart
+runs are that differ in nothing but their seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu.contenders import by_hand, with_shardwise
 from benchmarks.gpu.contenders.llama import Shape, llama_problem, shardwise_blocks
 from benchmarks.gpu.contenders.meter import Meter, Plan
-from benchmarks.gpu.contenders.problem import DEVICE, WEIGHT_DECAY, Contender, Options, Row, Work
+from benchmarks.gpu.contenders.problem import DEVICE, SEED, WEIGHT_DECAY, Contender, Options, Row, Work
 from benchmarks.gpu.contenders.tokens import learnable_tokens
 
 SMOOTHED = 10
@@ -30,11 +31,11 @@ def curves(options: Options) -> Work:
     plan = Plan(warmup=1, windows=1, steps=steps - 1)
     another_kernel = SDPBackend.EFFICIENT_ATTENTION if DEVICE.type == "cuda" else SDPBackend.MATH
 
-    def plain(meter: Meter, narrow_sums: bool = False, **given: Any) -> None:
+    def plain(meter: Meter, narrow_sums: bool = False, seed: int = SEED, **given: Any) -> None:
         rows = learnable_tokens(steps * batch, shape.sequence, shape.vocabulary)
-        problem = llama_problem(shape, batch, rows, learning_rate=rate)
+        problem = made = llama_problem(shape, batch, rows, learning_rate=rate, seed=seed)
         if narrow_sums:
-            problem = replace(problem, build=lambda: _with_narrow_sums(llama_problem(shape, batch, rows).build()))
+            problem = replace(made, build=lambda: _with_narrow_sums(made.build()))
         by_hand.train(problem, meter, **given)
 
     def shardwise(meter: Meter, precision: str) -> None:
@@ -57,6 +58,7 @@ def curves(options: Options) -> Work:
             "plain loop, every batch in two halves": partial(plain, pieces=2),
             "plain loop, another kernel of attention": partial(plain, attention=another_kernel),
             "plain loop, sums between blocks in bf16": partial(plain, narrow_sums=True),
+            "plain loop, weights of another seed": partial(plain, seed=SEED + 1),
             "shardwise": partial(shardwise, precision="bf16-mixed"),
             "shardwise, fp8-mixed": partial(shardwise, precision="fp8-mixed"),
             NARROW: partial(plain, precision="bf16-true"),

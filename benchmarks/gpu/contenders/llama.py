@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu.contenders import by_hand, with_accelerate, with_lightning, with_shardwise, with_trainer
 from benchmarks.gpu.contenders.meter import Meter, Plan
-from benchmarks.gpu.contenders.problem import LEARNING_RATE, Contender, Options, Problem, Work, in_order, made
+from benchmarks.gpu.contenders.problem import LEARNING_RATE, SEED, Contender, Options, Problem, Work, in_order, made
 from benchmarks.gpu.contenders.tokens import learnable_tokens, random_tokens
 from shardwise import DataBlock
 from shardwise.tasks.chess import ChessTask
@@ -147,10 +147,15 @@ class _Rows:
 
 
 def llama_problem(
-    shape: Shape, batch: int, rows: Tensor, recomputes: bool = False, learning_rate: float = LEARNING_RATE
+    shape: Shape,
+    batch: int,
+    rows: Tensor,
+    recomputes: bool = False,
+    learning_rate: float = LEARNING_RATE,
+    seed: int = SEED,
 ) -> Problem:
     return Problem(
-        build=lambda: made(lambda: _build(shape, recomputes)),
+        build=lambda: made(lambda: _build(shape, recomputes), seed),
         samples=in_order(rows),
         loss=next_token_loss,
         batch=batch,

@@ -92,11 +92,11 @@ class Options:
         return "aot_eager" if self.tiny else "inductor"
 
 
-def made(build: Callable[[], nn.Module]) -> nn.Module:
+def made(build: Callable[[], nn.Module], seed: int = SEED) -> nn.Module:
     """Made on the device, where it is fast; on the meta device, where only the shape is asked for, as it is."""
     if torch.get_default_device().type == "meta":
         return build()
-    torch.manual_seed(SEED)
+    torch.manual_seed(seed)
     with torch.device(DEVICE):
         return build()
 
