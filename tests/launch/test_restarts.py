@@ -155,7 +155,9 @@ def test_machines_come_and_go_and_every_step_is_made_once_with_the_same_samples(
     )
     with launcher(parts, *meeting, "--node-host") as (host, host_says):
         host_says(alone)
-        with launcher(parts, *meeting) as (guest, _):
+        with launcher(parts, *meeting) as (guest, guest_says):
+            host_says("another machine joins: the ranks save, leave and start again with it")
+            guest_says("joined as rank 1; the run's lines stand where rank 0 is, on 127.0.0.1")
             host_says("2 devices now, 1 when the run began: accumulation 1, the global batch stays 3")
             host_says(both)
             host_says("checkpoint runs/ragged/checkpoints/step")

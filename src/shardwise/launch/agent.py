@@ -27,7 +27,7 @@ from shardwise.watch.beats import Phase, read_beats
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
 from shardwise.watch.oversee import Overseer
-from shardwise.watch.verdict import Kind, Verdict
+from shardwise.watch.verdict import Kind, Verdict, ranks
 
 GRACE = 2.0
 """Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
@@ -118,6 +118,9 @@ class Agent(LocalElasticAgent):
             started = super()._start_workers(worker_group)
         if self.asked is not None:  # in between
             self._tell()
+        if worker_group.workers[0].global_rank:
+            here = ranks(worker.global_rank for worker in worker_group.workers)
+            say(f"joined as {here}; the run's lines stand where rank 0 is, on {worker_group.master_addr}")
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -146,6 +149,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Machines have joined or left: the ranks save and leave, as long as that takes; those that do nothing are ended."""
         if self._pids():
+            say("another machine joins: the ranks save, leave and start again with it")
             self._tell()
             counters: dict[int, int] = {}
             sign = time.monotonic()
