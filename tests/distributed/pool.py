@@ -42,15 +42,13 @@ class RankPool:
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """`function(*args)` on `size` ranks at once, each with torchrun's variables set. An error of any is raised here."""
-        for again in (True, False):
-            try:
-                return self._run(size, function, args, timeout)
-            except RankDied as error:
-                self._replace(size)
-                if not error.of_gloo or not again:
-                    raise
-                warnings.warn(f"{error}: the ranks are started anew, and run it again", stacklevel=2)
-        raise AssertionError("not reached")
+        try:
+            return self._run(size, function, args, timeout)
+        except RankDied as error:
+            if not error.of_gloo:
+                raise
+            warnings.warn(f"{error}: the ranks are started anew, and run it again", stacklevel=2)
+        return self._run(size, function, args, timeout)
 
     def _replace(self, size: int) -> None:
         """One has died, and the others wait for it: later tests get ranks of their own."""
@@ -72,7 +70,9 @@ class RankPool:
             try:
                 good, value = pipe.recv()
             except EOFError:
-                raise RankDied(rank, process) from None
+                died = RankDied(rank, process)
+                self._replace(size)
+                raise died from None
             results.append(value)
             if not good:
                 problems.append(f"rank {rank}: {value}")

@@ -89,6 +89,12 @@ def test_what_ddp_and_fully_shard_do_around_the_model_is_no_computation() -> Non
     )
     assert (verdict.kind, verdict.guilty) == (Kind.LOST, (1,))
     assert judged(waiting, seen(1, Phase.COMPUTE, 2, USERS, world=2), world=2).guilty == (1,)
+    gathering = Stack(
+        (Frame(f"{TORCH}/distributed/fsdp/_fully_shard/_fsdp_collectives.py", 430, "wait"), *USERS.frames)
+    )
+    assert judged(seen(0, Phase.COMPUTE, 2, gathering, world=2), world=2).kind is Kind.LOST
+    reading = Stack((Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 700, "read_data"), *USERS.frames))
+    assert judged(seen(0, Phase.COMPUTE, 2, reading, world=2), world=2).kind is Kind.HANG
     model = Stack((Frame(f"{TORCH}/nn/modules/linear.py", 134, "forward"), *LAYING_OUT.frames))
     assert judged(seen(0, Phase.COMPUTE, 2, model, world=2), world=2).kind is Kind.HANG
 

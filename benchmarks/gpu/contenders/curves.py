@@ -33,9 +33,10 @@ def curves(options: Options) -> Work:
 
     def plain(meter: Meter, narrow_sums: bool = False, seed: int = SEED, **given: Any) -> None:
         rows = learnable_tokens(steps * batch, shape.sequence, shape.vocabulary)
-        problem = made = llama_problem(shape, batch, rows, learning_rate=rate, seed=seed)
+        problem = llama_problem(shape, batch, rows, learning_rate=rate, seed=seed)
+        build = problem.build
         if narrow_sums:
-            problem = replace(made, build=lambda: _with_narrow_sums(made.build()))
+            problem = replace(problem, build=lambda: _with_narrow_sums(build()))
         by_hand.train(problem, meter, **given)
 
     def shardwise(meter: Meter, precision: str) -> None:

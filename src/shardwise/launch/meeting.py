@@ -50,10 +50,10 @@ def meet(where: RendezvousParameters) -> Meeting:
 
 @dataclass(frozen=True)
 class Place(_NodeDesc):
-    """A launcher's among those that meet."""
+    """A launcher's, among those that meet."""
 
     came: int
-    """As the how-manieth; 0: it keeps the meeting point."""
+    """Its turn: how many had come when it had; 0: it keeps the meeting point."""
 
     def __lt__(self, other: _NodeDesc) -> bool:
         return isinstance(other, Place) and self.came < other.came

@@ -15,7 +15,7 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _OURS = str(Path(__file__).parents[1])
 _COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _STORE = ("/torch/distributed/rendezvous.py",)
-_EXCHANGES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/")
+_EXCHANGES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/fsdp/", "/torch/distributed/pipelining/")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Stack:
 
     @property
     def in_exchange(self) -> bool:
-        """In what DDP or fully_shard does around the model: the model's own code would lie further in."""
+        """In what DDP, fully_shard or a pipeline does around the model: the model's own code would lie further in."""
         return bool(self.frames) and any(part in self.frames[0].file for part in _EXCHANGES)
 
     @property
