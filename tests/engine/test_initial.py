@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.engine import initial
 from shardwise.engine.initial import DrawnByAllCores
@@ -31,6 +33,33 @@ def drawn(build: Callable[[], Tensor], threads: int = 2) -> Tensor:
 
 def layer() -> Tensor:
     return nn.Linear(100, 200).weight.detach()
+
+
+def llama() -> Tensor:
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=128)
+    )
+    return torch.cat([weight.detach().view(-1) for weight in model.parameters() if weight.dim() == 2])
+
+
+@pytest.mark.parametrize("build", [layer, llama], ids=["a layer of PyTorch", "a model of Transformers"])
+def test_several_threads_draw_whatever_builds_the_model(
+    build: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drew: dict[str, int] = {}
+
+    def noted(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def draw(piece: Tensor, *args: float, **given: torch.Generator) -> Tensor:
+            name = threading.current_thread().name
+            drew[name] = drew.get(name, 0) + piece.numel()
+            return fill(piece, *args, **given)
+
+        return draw
+
+    monkeypatch.setattr(initial, "_FILLS", {operation: noted(fill) for operation, fill in initial._FILLS.items()})
+    size = drawn(build).numel()
+    assert sum(drew.values()) >= size
+    assert all(name.startswith("weights") for name in drew)
 
 
 def test_the_number_of_threads_changes_nothing() -> None:

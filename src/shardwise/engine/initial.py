@@ -8,13 +8,13 @@ threads nor the device that the model will be on changes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import seed_everything
@@ -23,7 +23,8 @@ from shardwise.tasks import Task
 LARGE = 2**22
 """Numbers in a tensor from which on it is filled in pieces; below, it is filled as PyTorch does."""
 PIECE = 2**19
-_FILLS = (Tensor.normal_, Tensor.uniform_)
+_FILLS = {torch.ops.aten.normal_.default: Tensor.normal_, torch.ops.aten.uniform_.default: Tensor.uniform_}
+"""Whoever asks for random numbers ends there, through whatever function: that is where they are caught."""
 
 
 def initial_model(task: Task, seed: int) -> nn.Module:
@@ -33,7 +34,7 @@ def initial_model(task: Task, seed: int) -> nn.Module:
         return task.build_model()
 
 
-class DrawnByAllCores(TorchFunctionMode):
+class DrawnByAllCores(TorchDispatchMode):
     """While a model is built within it, that is how its large tensors are filled."""
 
     def __enter__(self) -> DrawnByAllCores:
@@ -45,24 +46,21 @@ class DrawnByAllCores(TorchFunctionMode):
         super().__exit__(*error)
         self._threads.shutdown()
 
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, operation: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _FILLS and kwargs.get("generator") is None and _is_large(args[0]):
-            self._fill(function, *args, **kwargs)
+        if operation in _FILLS and kwargs.get("generator") is None and _is_large(args[0]):
+            self._fill(operation, *args, **kwargs)
             return args[0]
-        return function(*args, **kwargs)
+        return operation(*args, **kwargs)
 
-    def _fill(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def _fill(self, operation: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         first_seed = int(torch.randint(2**32, ()))
         given = {name: value for name, value in kwargs.items() if name != "generator"}
 
         def fill(number: int, piece: Tensor) -> None:
-            function(piece, *args, generator=torch.Generator().manual_seed(first_seed + number), **given)
+            _FILLS[operation](piece, *args, generator=torch.Generator().manual_seed(first_seed + number), **given)
 
-        # Detached: that no gradients are recorded is known to this thread alone.
-        pieces = tensor.detach().view(-1).split(PIECE)
+        pieces = tensor.view(-1).split(PIECE)
         for filled in [self._threads.submit(fill, *each) for each in enumerate(pieces)]:
             filled.result()
 

@@ -25,10 +25,12 @@ class Shapes:
 
 
 def build_network(options: SegmentationModel, shapes: Shapes) -> nn.Module:
+    from shardwise.tasks.segmentation.attention import fuse_window_attention
+
     kind = _kind(options.name)
     arguments = _arguments(options, shapes, inspect.signature(kind).parameters)
     try:
-        return kind(**arguments)
+        return fuse_window_attention(kind(**arguments))
     except RuntimeError as error:
         # On the meta device a network that looks at its own numbers fails, and it is not the arguments' fault.
         if torch.get_default_device().type == "meta":
@@ -78,19 +80,13 @@ def network_blocks(model: nn.Module) -> list[nn.Module]:
 
 def network_regions(model: nn.Module) -> list[nn.Module]:
     """A network of convolutions as a whole: its parts come in so many sizes that they would compile no faster each on its
-    own, and run slower. Where there is attention between windows, the code that cuts and moves these is long: there, the
-    convolutions around it, and attention itself."""
-    if not _attentions(model):
+    own, and run slower. Where there is attention within windows, the code that cuts and moves these is long, and attention
+    is one kernel already: there, the convolutions around it."""
+    from shardwise.tasks.segmentation.attention import attends_within_windows
+
+    if not attends_within_windows(model):
         return [model]
-    regions = []
-    for block in network_blocks(model):
-        regions += [each for each in _attentions(block) if not _attentions(each)[1:]] or [block]
-    return regions
-
-
-def _attentions(module: nn.Module) -> list[nn.Module]:
-    """The module itself among them, if it is one."""
-    return [each for each in module.modules() if "attention" in type(each).__name__.lower()]
+    return [block for block in network_blocks(model) if not attends_within_windows(block)]
 
 
 def _kind(name: str) -> type[nn.Module]:
