@@ -110,7 +110,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these, no contender is begun")
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to try the script")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="in every config of shardwise")
-    parser.add_argument("--batch-7b", type=int, default=6, help="the larger batch of llama-7b")
+    parser.add_argument("--batch-7b", type=int, default=5, help="the larger batch of llama-7b")
     parser.add_argument("--batch-8b", type=int, default=4, help="the batch of llama-8b")
     parser.add_argument("--profile", action="store_true", help="list the kernels of one more window")
     parser.add_argument("--warmup", type=int, help="steps before the timed ones")

@@ -76,7 +76,7 @@ class Options:
     """What the command line said."""
 
     tiny: bool = False
-    batch_7b: int = 6
+    batch_7b: int = 5
     batch_8b: int = 4
     overrides: tuple[str, ...] = ()
     """Of every config of shardwise."""
