@@ -6,6 +6,7 @@ import torch
 from shardwise.config.segmentation import SegmentationModel
 from shardwise.errors import ConfigError
 from shardwise.kernels.regions import compile_regions
+from shardwise.parallel.spread import regions_of_shards
 from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks, network_regions
 
 SHAPES = Shapes(in_channels=2, out_channels=3, size=(32, 32, 32))
@@ -76,6 +77,17 @@ def test_of_swin_unetr_convolutions_are_compiled_and_what_moves_windows_is_not()
     compiled = compile_regions(regions, backend="eager", one_size=True)
     assert torch.equal(network(image), plain)
     assert compiled.problem is None and compiled.seconds > 0
+
+
+def test_sharded_no_compiled_part_has_a_block_in_it() -> None:
+    swin = build_network(model("SwinUNETR", feature_size=12), Shapes(1, 1, (64, 32, 32)))
+    regions = network_regions(swin)
+    assert regions and regions_of_shards(regions, network_blocks(swin)) == regions, (
+        "never its stages, which take minutes"
+    )
+    convolutions = build_network(model("SegResNet"), SHAPES)
+    blocks = network_blocks(convolutions)
+    assert regions_of_shards(network_regions(convolutions), blocks) == blocks
 
 
 def test_what_is_given_goes_before_what_follows_from_the_data() -> None:

@@ -167,7 +167,8 @@ def spread(
     blocks = find_blocks(shape)
     if strategy == "tensor":
         split_matrices(shape, plan, training, layout)
-    regions = _tuned(shape, blocks, blocks if find_regions else None, one_size, training, world)
+    compiled = regions_of_shards(find_regions(shape), blocks) if find_regions else None
+    regions = _tuned(shape, blocks, compiled, one_size, training, world)
     blocks = recompute(shape, blocks, fsdp)
     if strategy == "fsdp" or layout.data_size > 1:
         shard(shape, blocks, training, layout)
@@ -208,6 +209,13 @@ def _tuned(
         if isinstance(module, LossHead):
             module.compiled = True
     return compile_regions(compiled, one_size=one_size)
+
+
+def regions_of_shards(regions: list[nn.Module], blocks: list[nn.Module]) -> list[nn.Module]:
+    """A block is gathered as it begins, which nothing compiled may have in it: what is compiled lies within blocks, or is the
+    blocks themselves."""
+    within = {module for block in blocks for module in block.modules()}
+    return regions if within.issuperset(regions) else blocks
 
 
 def _whole_copies(

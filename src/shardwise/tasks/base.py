@@ -99,7 +99,8 @@ class Task(ABC):
         return max(lists, key=len, default=[])
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
-        """What torch.compile takes, each on its own, where the model is whole on every device. Default: the blocks."""
+        """What torch.compile takes, each on its own. Default: the blocks. Where the model is sharded, the blocks as well if one
+        of these is larger than a block."""
         return self.blocks(model)
 
     def tensor_plan(self, model: nn.Module, ranks: int, sequence_parallel: bool) -> Mapping[str, Any] | None:
