@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+import torch
+from monai.networks.nets.swin_unetr import WindowAttention
 
+from shardwise.tasks.segmentation.attention import fuse_window_attention
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.distributed.test_parity import assert_same_curve
@@ -60,3 +64,23 @@ def test_lesions_are_found_in_bf16(ranks: RankPool, tmp_path: Path, strategy: st
     overrides = on("cuda", strategy, "training.precision=bf16-mixed", f"data.spatial_mode={mode}")
     outcome = ranks.run(1, work.run_fit, SEGMENTATION, overrides, str(tmp_path))[0]
     assert outcome["after"]["dice"] > outcome["before"]["dice"] + 0.2
+
+
+@pytest.mark.parametrize("windows", [None, 5], ids=["as they lie", "shifted"])
+def test_attention_within_windows_is_monais_on_the_gpu(windows: int | None) -> None:
+    torch.manual_seed(0)
+    plain = WindowAttention(48, 3, (7, 7, 7), qkv_bias=True).cuda()
+    with torch.no_grad():
+        plain.relative_position_bias_table.mul_(30)
+    fused = fuse_window_attention(copy.deepcopy(plain))
+    rows = torch.randn(10, 343, 48, device="cuda")
+    mask = None if windows is None else -100.0 * (torch.rand(windows, 343, 343, device="cuda") < 0.3)
+    peaks = []
+    for module in (plain, fused):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            module(rows, mask).float().cos().sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+    for (name, wanted), found in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert float((found.grad - wanted.grad).norm()) < 0.02 * float(wanted.grad.norm()), name
+    assert peaks[1] < peaks[0]
