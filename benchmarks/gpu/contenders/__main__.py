@@ -30,6 +30,7 @@ WORKS = {
     "segresnet": "volumes:segresnet",
     "swin": "volumes:swin",
     "cells": "cells:cells",
+    "vit": "pictures:vit",
     "curves": "curves:curves",
 }
 """Each with the function that makes it; imported when its turn comes, because each needs packages of its own."""

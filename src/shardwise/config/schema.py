@@ -196,6 +196,11 @@ class Training(Block):
         description="Compile the model's repeated blocks with torch.compile: faster steps, after up to a minute. auto: on CUDA, "
         "in runs of 200 steps and more.",
     )
+    cuda_graphs: bool | Literal["auto"] = Field(
+        "auto",
+        description="Record the compiled blocks as CUDA graphs and replay them: faster where a step has little work, for some "
+        "memory. On one device, without accumulation, in tasks whose samples have one size. auto: when the GPU is seen waiting.",
+    )
     batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         8, description="Samples per device and micro-batch; auto finds the largest that fits, before training begins."
     )

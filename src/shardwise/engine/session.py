@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import garbage_kept_small
+from shardwise.engine.graphs import Graphs
 from shardwise.engine.initial import initial_model
 from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
@@ -99,6 +100,8 @@ class Session:
         self._ahead: StepResult | None = None
         """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
+        self.graphs: Graphs | None = None
+        """Where blocks may be recorded as CUDA graphs."""
         self._valid_loader: StepLoader | None = None
         self.starting.lap("meeting")
 
@@ -245,6 +248,7 @@ class Session:
         spread_model.model.train()
         if self.finds_batch:
             self._find_batch()
+        self.graphs = Graphs.of(self._parts, self.strategy, self.batching.accumulation)
         # Ranks that hold the same tensors write a part of them each.
         copies = self.layout.data_size // self.layout.size("shard")
         self.checkpoints.open(spread_model.module.parameters(), copies)
@@ -365,9 +369,16 @@ class Session:
         self.checkpoints.heard()
         if place_of(batch, len(self.train_data)) in self.left_out:
             return self._made(left_out_step(self.parts, batch, self.steps_done), batch)
-        result = run_step(
-            self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.suspect, losses=self.recent_losses
+        make = partial(
+            run_step,
+            self.parts,
+            batch,
+            self.steps_done,
+            stop=self._stopping(),
+            bad=self.suspect,
+            losses=self.recent_losses,
         )
+        result = make() if self.graphs is None else self.graphs.step(make)
         self.settle()  # the step before, which a GPU has made meanwhile
         if result.stopped:
             return result
@@ -388,6 +399,8 @@ class Session:
             ahead, self._ahead = self._ahead, None
             try:
                 self.suspect = ahead.settle().suspect
+                if self.graphs is not None:
+                    self.graphs.watch(ahead, self.total_steps - self.steps_done)
             except ShardwiseError as error:
                 self.broken = error
                 raise

@@ -109,6 +109,8 @@ class StepResult:
 
     numbers: tuple[float, float] = (0.0, 0.0)
     """The gradient's norm and this rank's summed loss, as far as they are known."""
+    device_idle: bool = False
+    """The device had made this step before the host had prepared the next."""
     awaited: Callable[[], None] | None = None
     """Waits for the device, and fills in what only it knows."""
 
@@ -182,7 +184,7 @@ def run_step(
         weight = 0.0 if micro.request.borrowed else loss_weight(layout.data_size, count or 1, micro.count)
         if layout.counts and not micro.request.borrowed:
             total.add_(loss.sum.detach())
-            seen.append((micro, loss.sum.detach()))
+            seen.append((micro, loss.sum.detach().clone()))  # what a CUDA graph gives is written over in the next step
         return parts.scaler.scale(loss.sum * weight)
 
     if parts.spread.pipeline is not None:
@@ -283,6 +285,7 @@ def _numbers_of(
 
     def known() -> None:
         if arrived is not None:
+            result.device_idle = arrived.query()
             arrived.synchronize()
         norm, loss_sum = result.numbers = tuple(on_host.tolist())
         result.times["forward"] = forwards.seconds()

@@ -2,6 +2,9 @@
 
 Blocks of one kind share their code, so that a model of forty layers compiles one, in seconds, where the whole would take
 minutes. What stands around a block (sharding's hooks, recomputation) stays as it is: only its `forward` is replaced.
+
+A block may also be recorded as a CUDA graph: the host then starts all its kernels in one call. What a graph gives, gradients
+included, lies in memory that the next step writes over.
 """
 
 from __future__ import annotations
@@ -33,6 +36,21 @@ class Regions:
     paused: bool = False
     seconds: float = 0.0
     """Spent in calls that compiled something."""
+    replays: bool = False
+    """Whether they are recorded as CUDA graphs."""
+
+    def replay(self) -> None:
+        """From the next call on each is compiled anew, recorded, and then replayed."""
+        self.replays = True
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MOST_SHAPES)
+        for block in self.blocks:
+            if "forward" in block.__dict__:
+                block.__dict__["forward"].replay()
+
+    def begin_step(self) -> None:
+        """What graphs gave in the step before is not needed any more."""
+        if self.replays and self.problem is None:
+            torch.compiler.cudagraph_mark_step_begin()
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -70,9 +88,13 @@ class _Region:
     """In the place of a block's `forward`. A copy of the block, and one that is kept in a file, has its plain one again."""
 
     def __init__(self, regions: Regions, plain: Callable[..., Any], backend: str, one_size: bool) -> None:
-        self.regions, self.plain = regions, plain
+        self.regions, self.plain, self.backend = regions, plain, backend
         self.compiled = torch.compile(plain, backend=backend, dynamic=False if one_size else None)
         self.one_size, self.largest = one_size, 0
+
+    def replay(self) -> None:
+        options: dict[str, Any] | None = {"triton.cudagraphs": True} if self.backend == "inductor" else None
+        self.compiled = torch.compile(self.plain, backend=self.backend, dynamic=False, options=options)
 
     def __reduce__(self) -> Any:
         return MethodType, (self.plain.__func__, self.plain.__self__)  # type: ignore[attr-defined]
