@@ -177,7 +177,7 @@ class _Trial:
     def run(self, size: int) -> float:
         """Returns the bytes that the forward pass keeps for the backward pass."""
         session, device = self.session, self.session.world.device
-        inputs = self._inputs(size * session.devices_per_process)
+        inputs = self._inputs(size * session.place.devices_per_process)
         kept: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,10 @@ def fit(
             if notice:
                 console.say(notice)
             try:
-                if elastic and (said := session.keep_batch(session.world.on_first(folder.batch_so_far))):
-                    console.say(said)
+                if elastic:
+                    so_far = session.world.on_first(folder.batch_so_far)
+                    if said := session.place.keep_batch(session.config.training, so_far):
+                        console.say(said)
                 session.prepare()
                 resumed = _resume(session, folder, resume, otherwise)
             except BaseException as error:

@@ -332,7 +332,7 @@ class Monitor:
                 "per_device": batching.batch_size,
                 "accumulation": batching.accumulation,
                 "global": batching.global_batch,
-                "chosen_for": session.batch_world,
+                "chosen_for": session.place.chosen_for,
             },
             "total_steps": session.total_steps,
             "start": {what: round(seconds, 2) for what, seconds in session.starting.seconds.items()},

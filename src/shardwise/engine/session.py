@@ -26,8 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint import CheckpointStore
-from shardwise.config import Batching, Config, load_config, resolve_batching, resolve_learning_rate, with_batch_size
-from shardwise.config.batching import keep_global_batch
+from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
@@ -40,15 +39,16 @@ from shardwise.engine.numbers import Losses, Suspect
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.own import check_data, task_for
+from shardwise.engine.place import Place, needs_group
 from shardwise.engine.precision import Precision
 from shardwise.engine.rollback import LeftOut, go_back, left_out_step, place_of
 from shardwise.engine.saving import Checkpoints, resume_run, save_run
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.starting import Starting
 from shardwise.engine.step import Parts, StepResult, run_step
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ShardwiseError
 from shardwise.kernels.adamw import NarrowAdamW
-from shardwise.parallel import Layout, World, refuse_combinations, spread
+from shardwise.parallel import Layout, World, spread
 from shardwise.tasks import Loss, Task
 from shardwise.watch.beats import Phase, beat
 
@@ -60,7 +60,6 @@ class Session:
     def __init__(self, config: Config | str | Path, *, elastic: bool = False) -> None:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
         self.starting = Starting()
-        self.elastic = elastic
         self.config = config if isinstance(config, Config) else load_config(config)
         self.finds_batch = self.config.training.batch_size == "auto"
         self.batch_found = ""
@@ -68,9 +67,9 @@ class Session:
         if self.finds_batch:
             self.config = with_batch_size(self.config, 1)  # until it is found
         patience = timedelta(seconds=max(1800.0, 2 * self.config.training.hang_timeout))  # the verdict comes first
-        self.world = World.join(self.config.training.device, connect=self._needs_group(), timeout=patience)
+        self.world = World.join(self.config.training.device, connect=needs_group(self.config), timeout=patience)
         try:
-            self._take_place()
+            self.place = Place.of(self.config, self.world, elastic=elastic, finds_batch=self.finds_batch)
         except ShardwiseError:
             self.world.leave()
             raise
@@ -105,55 +104,17 @@ class Session:
         self._valid_loader: StepLoader | None = None
         self.starting.lap("meeting")
 
-    def _take_place(self) -> None:
-        """What follows from the config and the number of ranks; refused if they do not go together."""
-        training, ranks = self.config.training, self.world.size
-        if training.num_gpus not in (None, ranks) and not self.elastic:
-            raise ConfigError(
-                f"training.num_gpus: {training.num_gpus}, but {ranks} rank(s) were started. "
-                f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
-            )
-        self.strategy = self.config.strategy_on(ranks)
-        self.layout = Layout.of(self.strategy, training, self.world)
-        self.batching: Batching = resolve_batching(training, self._devices_with_data(), elastic=self.elastic)
-        self.batch_world = self._devices_with_data()
-        """The number of devices that the global batch was chosen for."""
-        if self.finds_batch and self.strategy == "pipeline":
-            raise ConfigError(
-                "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
-            )
-        refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
+    @property
+    def strategy(self) -> str:
+        return self.place.strategy
 
-    def keep_batch(self, so_far: tuple[int, int] | None) -> str | None:
-        """Before `prepare`, in a run that goes on by itself: keep the global batch that it began with.
+    @property
+    def layout(self) -> Layout:
+        return self.place.layout
 
-        `so_far`: that, and the number of devices it was chosen for. Returns what there is to say.
-        """
-        if so_far is None:
-            return None
-        before, world = so_far
-        if (
-            world == self.batch_world
-            or resolve_batching(self.config.training, world, elastic=True).global_batch != before
-        ):
-            return None  # as before, or asked for otherwise by the user
-        self.batching, self.batch_world = keep_global_batch(self.batching, before), world
-        refuse_combinations(self.strategy, self.config.training, self.layout, self.batching.accumulation)
-        return (
-            f"{self.batching.world} devices now, {world} when the run began: accumulation {self.batching.accumulation}, the "
-            f"global batch stays {before}"
-        )
-
-    def _needs_group(self) -> bool | None:
-        alone = self.config.strategy_on(1) in ("single", "dp")
-        return None if alone else True
-
-    def _devices_with_data(self) -> int:
-        """How many devices a global batch is shared by: dp has all of them in one process."""
-        return max(1, torch.cuda.device_count()) if self._over_devices() else self.layout.data_size
-
-    def _over_devices(self) -> bool:
-        return self.strategy == "dp" and self.world.device.type == "cuda"
+    @property
+    def batching(self) -> Batching:
+        return self.place.batching
 
     def __enter__(self) -> Session:
         return self
@@ -275,8 +236,7 @@ class Session:
             size, self.batch_found = find_batch_size(self)
         self.config = self.task.config = self.parts.config = with_batch_size(self.config, size)
         self.finds_batch = False
-        self.batching = resolve_batching(self.config.training, self._devices_with_data())
-        refuse_combinations(self.strategy, self.config.training, self.layout, self.batching.accumulation)
+        self.place.found_batch(self.config.training)
         lr = resolve_learning_rate(self.config.training, self.batching.global_batch)
         self.parts.schedule = Schedule(self.config.training.scheduler, lr, self.total_steps)
 
@@ -340,23 +300,13 @@ class Session:
         return StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
             self.order(),
-            self._per_process(),
+            self.place.per_process,
             self.layout.data_rank,
             self.world.device,
             self.config.data,
             start=self.cursor,
             epochs=self.config.training.max_epochs,
         )
-
-    @property
-    def devices_per_process(self) -> int:
-        return self.batching.world if self._over_devices() else 1
-
-    def _per_process(self) -> Batching:
-        """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
-        if not self._over_devices():
-            return self.batching
-        return replace(self.batching, world=1, batch_size=self.batching.batch_size * self.batching.world)
 
     def order(self) -> GlobalOrder:
         """Which samples make up which step, in every epoch."""
@@ -440,7 +390,7 @@ class Session:
             self._valid_loader = StepLoader(
                 Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
                 GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-                replace(self._per_process(), accumulation=1, kept=None),
+                replace(self.place.per_process, accumulation=1, kept=None),
                 self.layout.data_rank,
                 self.world.device,
                 self.config.data,

@@ -1,0 +1,91 @@
+"""A process's place among the ranks and its share of a global batch: what follows from the config and the number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.config import Batching, Config, Training, resolve_batching
+from shardwise.config.batching import keep_global_batch
+from shardwise.errors import ConfigError
+from shardwise.parallel import Layout, World, refuse_combinations
+
+
+def needs_group(config: Config) -> bool | None:
+    """Whether even a single rank forms a process group; None: if there are several."""
+    return None if config.strategy_on(1) in ("single", "dp") else True
+
+
+@dataclass
+class Place:
+    strategy: str
+    layout: Layout
+    batching: Batching
+    chosen_for: int
+    """The number of devices that the global batch was chosen for."""
+
+    @classmethod
+    def of(cls, config: Config, world: World, *, elastic: bool, finds_batch: bool) -> Place:
+        """Refused if config and ranks do not go together."""
+        training, ranks = config.training, world.size
+        if training.num_gpus not in (None, ranks) and not elastic:
+            raise ConfigError(
+                f"training.num_gpus: {training.num_gpus}, but {ranks} rank(s) were started. "
+                f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
+            )
+        strategy = config.strategy_on(ranks)
+        layout = Layout.of(strategy, training, world)
+        devices = _devices_with_data(strategy, layout)
+        place = cls(strategy, layout, resolve_batching(training, devices, elastic=elastic), devices)
+        if finds_batch and strategy == "pipeline":
+            raise ConfigError(
+                "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
+            )
+        place._refuse(training)
+        return place
+
+    def keep_batch(self, training: Training, so_far: tuple[int, int] | None) -> str | None:
+        """Before a run that goes on by itself is prepared: keep the global batch that it began with.
+
+        `so_far`: that, and the number of devices it was chosen for. Returns what there is to say.
+        """
+        if so_far is None:
+            return None
+        before, devices = so_far
+        if devices == self.chosen_for or resolve_batching(training, devices, elastic=True).global_batch != before:
+            return None  # as before, or asked for otherwise by the user
+        self.batching, self.chosen_for = keep_global_batch(self.batching, before), devices
+        self._refuse(training)
+        return (
+            f"{self.batching.world} devices now, {devices} when the run began: accumulation {self.batching.accumulation}, the "
+            f"global batch stays {before}"
+        )
+
+    def found_batch(self, training: Training) -> None:
+        """The batch size was looked for, and is known now."""
+        self.batching = resolve_batching(training, _devices_with_data(self.strategy, self.layout))
+        self._refuse(training)
+
+    @property
+    def devices_per_process(self) -> int:
+        return self.batching.world if _over_devices(self.strategy, self.layout) else 1
+
+    @property
+    def per_process(self) -> Batching:
+        """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
+        if not _over_devices(self.strategy, self.layout):
+            return self.batching
+        return replace(self.batching, world=1, batch_size=self.batching.batch_size * self.batching.world)
+
+    def _refuse(self, training: Training) -> None:
+        refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
+
+
+def _devices_with_data(strategy: str, layout: Layout) -> int:
+    """How many devices a global batch is shared by: dp has all of them in one process."""
+    return max(1, torch.cuda.device_count()) if _over_devices(strategy, layout) else layout.data_size
+
+
+def _over_devices(strategy: str, layout: Layout) -> bool:
+    return strategy == "dp" and layout.world.device.type == "cuda"
