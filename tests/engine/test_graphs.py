@@ -81,9 +81,16 @@ def test_where_the_device_waits_for_the_host_blocks_are_recorded(session: Sessio
     ],
 )
 def test_where_it_pays_only(session: Session, steps: dict[str, Any], recorded: bool) -> None:
-    graphs = graphs_of(session, "auto")
     session.parts.spread.regions.seconds = 5.0  # type: ignore[union-attr]
-    assert watched(graphs, **steps) is recorded
+    assert watched(graphs_of(session, "auto"), **steps) is recorded
+
+
+def test_a_step_that_compiles_is_not_counted(session: Session) -> None:
+    graphs = graphs_of(session, "auto")
+    assert graphs is not None
+    graphs.regions.seconds = 5.0
+    graphs.watch(StepResult(1, device_idle=True, times={**HOST, "compute": 5.0}), MANY)
+    assert not watched(graphs, left=150)
 
 
 def test_there_must_be_room(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

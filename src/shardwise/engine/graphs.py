@@ -32,6 +32,7 @@ class Graphs:
         self.news = ""
         """What there is to say, for the log."""
         self._watched: list[StepResult] = []
+        self._compiling = regions.seconds
         if now:
             regions.replay()
 
@@ -64,6 +65,10 @@ class Graphs:
     def watch(self, result: StepResult, steps_left: int) -> None:
         """A step that the device has made. Blocks are recorded from the next one on if the last ones kept it waiting."""
         if self.regions.replays or self.regions.problem is not None:
+            return
+        if self.regions.seconds != self._compiling:  # a step that compiles says nothing of the others
+            self._compiling = self.regions.seconds
+            self._watched.clear()
             return
         self._watched = [*self._watched, result][-WATCHED:]
         if len(self._watched) < WATCHED or not self._pays(steps_left) or self._memory_used() > MOST_MEMORY:
