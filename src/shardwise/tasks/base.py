@@ -46,7 +46,8 @@ class Task(ABC):
     """Whether its models may compute with narrow copies of the weights (training.narrow_weights: auto): nothing of theirs but
     the optimizer changes a weight, and no operation of theirs minds its type."""
     one_size: bool = False
-    """Whether all samples of training have one size: what is compiled is compiled for that size then."""
+    """Whether all samples of training have one size: what is compiled is compiled for that size then, and may be recorded as
+    CUDA graphs (training.cuda_graphs)."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
 
