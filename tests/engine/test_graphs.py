@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from shardwise.config import with_batch_size
+from shardwise.engine import graphs as graphs_module
+from shardwise.engine import step as step_module
+from shardwise.engine.fit import fit
 from shardwise.engine.graphs import WATCHED, Graphs
-from shardwise.engine.monitor import Monitor
+from shardwise.engine.place import Place
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.kernels.regions import compile_regions
-from shardwise.watch.console import Console
-from shardwise.watch.run_folder import RunFolder
+from shardwise.errors import ConfigError, OutOfMemory, ShardwiseError
+from shardwise.kernels.regions import Regions, compile_regions
+from shardwise.parallel import World
+from shardwise.tasks import Loss
 from tests.distributed import work
+from tests.engine.test_ahead import run_ahead
 from tests.tasks import Ragged, config_of
 
 TEXT = """
@@ -38,7 +48,8 @@ class Even(Ragged):
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose blocks are compiled, by PyTorch's `eager` backend, and which takes its device for a GPU where it is asked to."""
     torch._dynamo.reset()
-    with Session(config_of(TEXT, work.folder_of(tmp_path))) as session:
+    limit = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
+    with limit, Session(config_of(TEXT, work.folder_of(tmp_path))) as session:
         session.prepare()
         spread = session.parts.spread
         spread.regions = compile_regions(session.task.blocks(spread.module), backend="eager", one_size=True)
@@ -85,17 +96,35 @@ def test_where_it_pays_only(session: Session, steps: dict[str, Any], recorded: b
     assert watched(graphs_of(session, "auto"), **steps) is recorded
 
 
-def test_a_step_that_compiles_is_not_counted(session: Session) -> None:
+@pytest.mark.parametrize("compiling", [1, 5])
+def test_a_step_that_compiles_is_not_counted(session: Session, compiling: int) -> None:
+    """A session watches a step when the next has been prepared."""
     graphs = graphs_of(session, "auto")
     assert graphs is not None
-    graphs.regions.seconds = 5.0
-    graphs.watch(StepResult(1, device_idle=True, times={**HOST, "compute": 5.0}), MANY)
-    assert not watched(graphs, left=150)
+
+    def step(number: int) -> StepResult:
+        slow = number == compiling
+        graphs.regions.seconds += 5.0 * slow
+        return StepResult(number, device_idle=True, times={**HOST, "compute": 5.0 if slow else 0.02})
+
+    before = None
+    for number in range(1, 60):
+        result = graphs.step(partial(step, number))
+        if before is not None:
+            graphs.watch(before, 150)
+        before = result
+    assert not graphs.regions.replays, "with 5 s in one of twenty steps it would seem to pay"
 
 
 def test_there_must_be_room(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Graphs, "_memory_used", lambda self: 0.6)
     assert not watched(graphs_of(session, "auto"))
+
+
+def test_a_model_that_does_not_compile_is_not_recorded(session: Session) -> None:
+    graphs = graphs_of(session, "auto")
+    session.parts.spread.regions.give_up(RuntimeError("no such instruction"))  # type: ignore[union-attr]
+    assert not watched(graphs)
 
 
 def test_asked_for_it_is_done_at_once_and_not_wanted_never(session: Session) -> None:
@@ -112,29 +141,57 @@ def _compiles_nothing(session: Session) -> None:
     session.parts.spread.regions = None
 
 
+def _has_no_blocks(session: Session) -> None:
+    session.parts.spread.regions = compile_regions([])
+
+
 @pytest.mark.parametrize(
-    ("change", "options", "said"),
+    ("change", "said"),
     [
-        pytest.param(_other_sizes, {}, "needs samples of one size, which this task does not promise", id="sizes"),
-        pytest.param(_compiles_nothing, {}, "set training.compile: true", id="not compiled"),
-        pytest.param(None, {"strategy": "ddp"}, "does not go with strategy ddp", id="ddp"),
-        pytest.param(None, {"accumulation": 3}, "accumulation, here over 3 micro-batches", id="accumulation"),
+        pytest.param(_other_sizes, "needs samples of one size, which this task does not promise", id="sizes"),
+        pytest.param(_compiles_nothing, "records compiled blocks, and this run has none", id="not compiled"),
+        pytest.param(_has_no_blocks, "records compiled blocks, and this run has none", id="no blocks"),
     ],
 )
 def test_where_it_cannot_be_it_is_refused_and_by_default_left_out(
-    session: Session, change: Callable[[Session], None] | None, options: dict[str, Any], said: str
+    session: Session, change: Callable[[Session], None], said: str
 ) -> None:
-    if change is not None:
-        change(session)
-    assert graphs_of(session, "auto", **options) is None
-    with pytest.raises(ConfigError, match=rf"training\.cuda_graphs: true .*{said}"):
-        graphs_of(session, True, **options)
+    change(session)
+    assert graphs_of(session, "auto") is None
+    with pytest.raises(ConfigError, match=rf"training\.cuda_graphs: true {said}"):
+        graphs_of(session, True)
 
 
-def test_on_a_cpu_it_is_refused(tmp_path: Path) -> None:
-    config = config_of(TEXT, ["training.cuda_graphs=true", *work.folder_of(tmp_path)])
-    with pytest.raises(ConfigError, match="needs a CUDA device, and this is a cpu"), Session(config) as session:
-        session.prepare()
+def test_by_default_it_is_left_out_with_other_ranks_and_with_accumulation(session: Session) -> None:
+    assert graphs_of(session, "auto", strategy="ddp") is None
+    assert graphs_of(session, "auto", accumulation=3) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "said"),
+    [
+        ([], "cpu", "needs a CUDA device; auto records where there is one"),
+        (
+            ["training.batch_size=auto"],
+            "cuda",
+            "does not go with batch_size: auto, which leaves no memory for recordings",
+        ),
+        (["training.strategy=fsdp"], "cuda", "does not go with strategy fsdp"),
+        (
+            ["training.gradient_accumulation=3"],
+            "cuda",
+            "does not go with gradient accumulation, here over 3 micro-batches",
+        ),
+    ],
+)
+def test_what_the_config_cannot_have_is_refused_before_anything_is_read(
+    options: list[str], device: str, said: str
+) -> None:
+    config = config_of(TEXT, ["training.cuda_graphs=true", *options])
+    finds = config.training.batch_size == "auto"
+    world = World(rank=0, size=1, device=torch.device(device), local_rank=0, connected=False)
+    with pytest.raises(ConfigError, match=rf"training\.cuda_graphs: true {said}"):
+        Place.of(with_batch_size(config, 4) if finds else config, world, elastic=False, finds_batch=finds)
 
 
 def steps_of(session: Session, number: int) -> list[float]:
@@ -145,7 +202,7 @@ def steps_of(session: Session, number: int) -> list[float]:
 
 
 class Fails(torch.autograd.Function):
-    """As PyTorch does where a block does something that cannot be recorded: two errors, the second of which says little."""
+    """As PyTorch does: two errors, the second of which says little."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, problem: str) -> torch.Tensor:
@@ -160,31 +217,113 @@ class Fails(torch.autograd.Function):
             raise RuntimeError("CUDA error: unknown")
 
 
-def test_what_cannot_be_recorded_says_what_to_do(session: Session) -> None:
+@pytest.mark.parametrize(
+    ("problem", "kind", "said"),
+    [
+        ("operation not permitted when\nstream is capturing", ShardwiseError, r"Set training\.cuda_graphs: false"),
+        ("accessing tensor output of CUDAGraphs that has been overwritten", ShardwiseError, r"cuda_graphs: false"),
+        ("CUDA out of memory, during capture", OutOfMemory, "memory"),
+        ("index out of range", RuntimeError, "CUDA error: unknown"),
+    ],
+)
+def test_an_error_of_recording_says_what_to_do_and_others_what_they_are(
+    session: Session, problem: str, kind: type[Exception], said: str
+) -> None:
     session.graphs = graphs_of(session, True)
-    _fails_with(session, "operation not permitted when\nstream is capturing")
-    with pytest.raises(ShardwiseError, match=r"cannot be recorded as CUDA graphs: .* Set training\.cuda_graphs: false"):
-        steps_of(session, 1)
-
-
-def test_other_errors_are_told_as_they_are(session: Session) -> None:
-    session.graphs = graphs_of(session, True)
-    _fails_with(session, "index out of range")
-    with pytest.raises(RuntimeError, match="CUDA error: unknown"):
-        steps_of(session, 1)
-
-
-def _fails_with(session: Session, problem: str) -> None:
     block = session.task.blocks(session.parts.spread.module)[-1]
     block.register_forward_hook(lambda block, given, result: Fails.apply(result, problem))
+    with pytest.raises(kind, match=said) as raised:
+        steps_of(session, 1)
+    assert raised.type is kind
 
 
-def test_the_log_tells_of_it_once(session: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(0, 1, tmp_path)
-    monitor = Monitor(session, RunFolder(tmp_path / "run"), console)
-    session.graphs = graphs_of(session, "auto")
-    assert watched(session.graphs)
-    for _ in range(2):
-        monitor._mind_the_graphs()
-    console.close()
-    assert capsys.readouterr().out.count("recorded as CUDA graphs (training.cuda_graphs: false") == 1
+class Static(torch.autograd.Function):
+    """Writes its result where it wrote the last one, as a CUDA graph does."""
+
+    place = torch.zeros(())
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return Static.place.copy_(loss).view_as(Static.place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient
+
+
+class InPlace(Even):
+    """The second step's loss is not finite."""
+
+    steps = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Loss:
+        InPlace.steps += 1
+        loss = super().loss(model, batch)
+        return Loss(Static.apply(loss.sum * (math.nan if InPlace.steps == 2 else 1.0)), loss.count)
+
+
+def test_the_samples_to_blame_are_known_when_the_next_step_has_written_over_the_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ahead(monkeypatch)
+    monkeypatch.setattr(InPlace, "steps", 0)
+    config = config_of(TEXT.replace(":Even", ":InPlace"), ["training.strategy=single", *work.folder_of(tmp_path)])
+    with Session(config) as session:
+        session.prepare()
+        batches = session.batches()
+        session.step(next(batches))
+        second = next(batches)
+        session.step(second)
+        suspects = []
+        monkeypatch.setattr(step_module, "convict", lambda parts, verdict, suspect: suspects.append(suspect) or suspect)
+        monkeypatch.setattr(step_module, "stop_because", lambda *given: ShardwiseError("stopped"))
+        with pytest.raises(ShardwiseError, match="stopped"):
+            session.step(next(batches))
+        assert suspects[0].guilty and suspects[0].samples == second.ids
+
+
+def test_a_run_is_watched_recorded_and_tells_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it but the GPU: what is recorded is compiled by PyTorch's `eager` backend, and marks are counted."""
+    torch._dynamo.reset()
+    run_ahead(monkeypatch)
+    numbers_of = step_module._numbers_of
+
+    def idle(parts: Any, batch: Any, result: StepResult, *given: Any) -> Callable[[], None]:
+        result.device_idle = True
+        return numbers_of(parts, batch, result, *given)
+
+    spread_module = sys.modules["shardwise.parallel.spread"]
+    monkeypatch.setattr(step_module, "_numbers_of", idle)
+    monkeypatch.setattr(spread_module, "compile_regions", partial(compile_regions, backend="eager"))
+    monkeypatch.setattr(graphs_module, "LEAST_GAIN", 1e6)  # how long steps take here means nothing
+    monkeypatch.setattr(graphs_module, "MOST_WAITING", 2.0)
+    monkeypatch.setattr(Graphs, "_memory_used", lambda self: 0.1)
+    monkeypatch.setattr(
+        Graphs, "of", classmethod(lambda cls, parts, *given: cls(parts, parts.spread.regions, now=False))
+    )
+    marked, replayed = [], []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(True))
+    replay = Regions.replay
+    monkeypatch.setattr(Regions, "replay", lambda self: (replayed.append(self), replay(self)))
+    options = ["training.compile=true", "training.strategy=single", "training.max_epochs=40", "training.log_every_n_steps=7",
+               "training.eval_at_start=false", "training.eval_every_n_steps=1000"]  # fmt: skip
+    config = config_of(TEXT, [*options, *work.folder_of(tmp_path)])
+    outcome = fit(config)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "recorded as CUDA graphs" in line]
+    found = re.fullmatch(r"step (\d+): the GPU waits for the host in 100% of the steps, so .*", line)
+    # The first step compiles; of every seventh the log asks for the loss; a step is watched when the next is there.
+    assert found and int(found[1]) == 1 + WATCHED + 3 + 1
+    assert len(replayed) == 1 and len(marked) == outcome.steps - int(found[1])
+
+
+def test_recording_is_asked_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda plain, **options: asked.append(options) or plain)
+    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    regions = compile_regions(blocks, one_size=True)
+    asked.clear()
+    regions.replay()
+    assert asked == 2 * [{"backend": "inductor", "dynamic": False, "options": {"triton.cudagraphs": True}}]

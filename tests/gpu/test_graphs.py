@@ -94,7 +94,6 @@ def test_resumed_it_goes_on_as_if_nothing_had_been(ranks: RankPool, tmp_path: Pa
 
 
 def test_the_samples_to_blame_are_known(ranks: RankPool, tmp_path: Path) -> None:
-    """Losses are looked at when the next step has written over what the graphs gave."""
     text = LAYERS.replace("Layers", "NotANumber")
     options = [*GPU, "training.batch_size=8", "training.cuda_graphs=true", *work.folder_of(tmp_path)]
     said = ranks.run(1, work.with_session, text, options, _until_it_stops)[0]

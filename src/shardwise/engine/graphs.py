@@ -1,23 +1,26 @@
 """When blocks are recorded as CUDA graphs: where the device waits for the host to start its kernels, one by one.
 
-A recording holds for one size of input, and its gradients lie where the next recording writes: so one device, no accumulation,
-and samples of one size. It takes time to make, and memory of its own, so that by default a run is watched first.
+A recording holds for one size of input, takes time to make and memory of its own: so it is done in tasks whose samples have one
+size, and by default a run is watched first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
+from shardwise.engine.out_of_memory import ran_out
 from shardwise.engine.step import Parts, StepResult
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.regions import Regions
+from shardwise.parallel.combine import graphs_problem
 
 WATCHED = 20
 """Steps looked at before blocks are recorded."""
 MOSTLY = 0.8
-"""The share of them at whose end the device must have been idle. (At a line of the log the host waits for it, so not there.)"""
+"""The share of them that the device must have made before the host had prepared the next. (Of one whose numbers are asked for, as
+at a line of the log, nothing is known: the host waits for it.)"""
 MOST_WAITING = 0.2
 """The share of the time waited for data from which on the host has something else to be faster in."""
 LEAST_GAIN = 0.2
@@ -32,42 +35,58 @@ class Graphs:
         self.news = ""
         """What there is to say, for the log."""
         self._watched: list[StepResult] = []
-        self._compiling = regions.seconds
+        """The last ones, up to WATCHED."""
+        self._compiled: set[int] = set()
+        """Steps that compiled something, and are not watched yet."""
         if now:
             regions.replay()
 
     @classmethod
     def of(cls, parts: Parts, strategy: str, accumulation: int) -> Graphs | None:
-        """None: not in this run. Asked for where it cannot be, it is refused."""
+        """None: not in this run. What the config alone cannot tell is refused here."""
         wanted, regions = parts.config.training.cuda_graphs, parts.spread.regions
-        if wanted is False:
+        if wanted is False or parts.world.device.type != "cuda" or graphs_problem(strategy, accumulation):
             return None
-        problem = _problem(parts, strategy, accumulation)
-        if problem is None and regions is not None:
+        if not parts.task.one_size:
+            problem = (
+                "needs samples of one size, which this task does not promise (`one_size = True` in a task of your own)"
+            )
+        elif regions is None or not regions.blocks:
+            problem = "records compiled blocks, and this run has none: training.compile: true compiles what regions(model) names"
+        else:
             return cls(parts, regions, now=wanted is True)
         if wanted is True:
-            raise ConfigError(f"training.cuda_graphs: true {problem}; auto does it where it can be done")
+            raise ConfigError(f"training.cuda_graphs: true {problem}")
         return None
 
     def step(self, make: Callable[[], StepResult]) -> StepResult:
         self.regions.begin_step()
+        before = self.regions.seconds
         try:
-            return make()
+            result = make()
         except RuntimeError as error:
-            if not self.regions.replays or not _says(error, "captur"):
+            if not self.regions.replays:
+                raise
+            if memory := next(filter(ran_out, _chain(error)), None):
+                raise memory from None
+            if not any(word in str(each) for each in _chain(error) for word in ("captur", "CUDAGraphs")):
                 raise
             # To go on without is not possible in this process: PyTorch's random numbers do not recover from it (torch 2.11).
             raise ShardwiseError(
-                "the model cannot be recorded as CUDA graphs: an operation in its blocks waits for the device, or does something "
-                f"else that a graph cannot. Set training.cuda_graphs: false. PyTorch says: {' '.join(str(error).split())[:300]}"
+                "the model cannot be recorded as CUDA graphs: something in its blocks waits for the device, or what they give is "
+                f"kept over steps. Set training.cuda_graphs: false. PyTorch says: {' '.join(str(error).split())[:300]}"
             ) from error
+        if self.regions.seconds != before:
+            self._compiled.add(result.step)
+        return result
 
     def watch(self, result: StepResult, steps_left: int) -> None:
-        """A step that the device has made. Blocks are recorded from the next one on if the last ones kept it waiting."""
+        """A step that the device has made while the host prepared the next. If the last ones kept the device waiting, blocks are
+        recorded from now on."""
         if self.regions.replays or self.regions.problem is not None:
             return
-        if self.regions.seconds != self._compiling:  # a step that compiles says nothing of the others
-            self._compiling = self.regions.seconds
+        if result.step in self._compiled:
+            self._compiled.discard(result.step)
             self._watched.clear()
             return
         self._watched = [*self._watched, result][-WATCHED:]
@@ -96,21 +115,8 @@ class Graphs:
         return torch.cuda.max_memory_reserved(device) / torch.cuda.get_device_properties(device).total_memory
 
 
-def _says(error: BaseException | None, word: str) -> bool:
-    """It, or what it came of: the end of a recording that failed is an error of its own."""
-    return error is not None and (word in str(error) or _says(error.__cause__ or error.__context__, word))
-
-
-def _problem(parts: Parts, strategy: str, accumulation: int) -> str | None:
-    device = parts.world.device.type
-    if device != "cuda":
-        return f"needs a CUDA device, and this is a {device}"
-    if strategy != "single":
-        return f"does not go with strategy {strategy}"
-    if accumulation > 1:
-        return f"does not go with gradient accumulation, here over {accumulation} micro-batches"
-    if not parts.task.one_size:
-        return "needs samples of one size, which this task does not promise (`one_size = True` in a task of your own)"
-    if parts.spread.regions is None:
-        return "records compiled blocks, and this run compiles nothing: set training.compile: true"
-    return None
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """It, and what it came of: the end of a recording that failed is an error of its own."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

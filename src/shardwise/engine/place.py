@@ -42,6 +42,12 @@ class Place:
             raise ConfigError(
                 "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
             )
+        if training.cuda_graphs is True and world.device.type != "cuda":
+            raise ConfigError("training.cuda_graphs: true needs a CUDA device; auto records where there is one")
+        if training.cuda_graphs is True and finds_batch:
+            raise ConfigError(
+                "training.cuda_graphs: true does not go with batch_size: auto, which leaves no memory for recordings"
+            )
         place._refuse(training)
         return place
 

@@ -11,16 +11,16 @@ from shardwise.errors import LossSpike, NonFiniteError
 if TYPE_CHECKING:
     from shardwise.engine.session import Session
 
-Place = tuple[int, int]
+Position = tuple[int, int]
 """Of a global batch: its epoch, and the samples of it that come before."""
-LeftOut = list[Place]
+LeftOut = list[Position]
 
 
 def go_back(session: Session, batch: StepBatch, result: StepResult) -> None:
     """Every rank comes here together. Each rollback leaves out one global batch more, so that the run gets past it."""
     limit = session.config.training.max_rollbacks
     error = LossSpike if result.verdict and result.verdict.what == "spike" else NonFiniteError
-    left_out = sorted({*session.left_out, place_of(batch, len(session.train_data))})
+    left_out = sorted({*session.left_out, position_of(batch, len(session.train_data))})
     if len(left_out) > limit:
         raise error(
             f"step {result.step}: {result.trouble}.\n  The run has gone back {limit} time(s) already, as often as "
@@ -39,7 +39,7 @@ def go_back(session: Session, batch: StepBatch, result: StepResult) -> None:
     result.trouble += f"; back from step {at} to {path}, and this global batch is left out"
 
 
-def place_of(batch: StepBatch, samples: int) -> Place:
+def position_of(batch: StepBatch, samples: int) -> Position:
     end = batch.after.consumed if batch.after.epoch == batch.epoch else samples
     return batch.epoch, end - batch.samples
 

@@ -41,7 +41,7 @@ from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.own import check_data, task_for
 from shardwise.engine.place import Place, needs_group
 from shardwise.engine.precision import Precision
-from shardwise.engine.rollback import LeftOut, go_back, left_out_step, place_of
+from shardwise.engine.rollback import LeftOut, go_back, left_out_step, position_of
 from shardwise.engine.saving import Checkpoints, resume_run, save_run
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.starting import Starting
@@ -317,7 +317,7 @@ class Session:
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
         self.checkpoints.heard()
-        if place_of(batch, len(self.train_data)) in self.left_out:
+        if position_of(batch, len(self.train_data)) in self.left_out:
             return self._made(left_out_step(self.parts, batch, self.steps_done), batch)
         make = partial(
             run_step,
@@ -347,9 +347,10 @@ class Session:
         """Until the device has made the last step; if its numbers are bad, this says so. All ranks call it together."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
+            unasked = ahead.awaited is not None  # whoever has asked for its numbers made the host wait for the device
             try:
                 self.suspect = ahead.settle().suspect
-                if self.graphs is not None:
+                if self.graphs is not None and unasked:
                     self.graphs.watch(ahead, self.total_steps - self.steps_done)
             except ShardwiseError as error:
                 self.broken = error

@@ -30,11 +30,21 @@ def refuse_combinations(strategy: str, training: Training, layout: Layout, micro
             f"strategy {strategy} does not go with precision 16-mixed: its ranks would each judge on their own whether a "
             "gradient overflowed; use bf16-mixed"
         )
+    if training.cuda_graphs is True and (problem := graphs_problem(strategy, micro_batches)):
+        raise ConfigError(f"training.cuda_graphs: true does not go with {problem}; auto records where it can be done")
     if strategy == "pipeline" and (training.precision == "fp8-mixed" or training.compile is True):
         asked = "precision: fp8-mixed" if training.precision == "fp8-mixed" else "compile: true"
         raise ConfigError(f"training.{asked} does not go with strategy pipeline yet; fsdp can do it")
     if strategy == "pipeline":
         _refuse_in_pipeline(training, layout.size("stage"), micro_batches)
+
+
+def graphs_problem(strategy: str, micro_batches: int) -> str | None:
+    """What keeps blocks from being recorded as CUDA graphs: exchanges with other ranks are not recorded, and gradients lie where
+    the next recording writes, so that nothing can be added to them."""
+    if strategy != "single":
+        return f"strategy {strategy}"
+    return f"gradient accumulation, here over {micro_batches} micro-batches" if micro_batches > 1 else None
 
 
 def _refuse_in_pipeline(training: Training, stages: int, micro_batches: int) -> None:
