@@ -41,3 +41,8 @@ class LossSpike(ShardwiseError):
 
 class OutOfMemory(ShardwiseError):
     """A device has no room for what the run asks of it."""
+
+
+def one_line(said: object, most: int = 300) -> str:
+    """What an error says, which may be many lines, as a line of so many characters at most."""
+    return " ".join(str(said).split())[:most]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import sys
@@ -76,10 +77,13 @@ def watched(graphs: Graphs | None, *, idle: int = WATCHED, left: int = MANY, **t
     return graphs.regions.replays
 
 
-def test_where_the_device_waits_for_the_host_blocks_are_recorded(session: Session) -> None:
-    graphs = graphs_of(session, "auto")
-    assert watched(graphs)
-    assert graphs is not None and graphs.news.startswith("the GPU waits for the host in 100% of the steps")
+def test_where_the_device_waits_for_the_host_blocks_are_recorded(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="shardwise"):
+        assert watched(graphs_of(session, "auto"))
+    (line,) = caplog.messages
+    assert line.startswith(f"step {WATCHED + 1}: the GPU waits for the host in 100% of the steps")
 
 
 @pytest.mark.parametrize(
@@ -102,17 +106,14 @@ def test_a_step_that_compiles_is_not_counted(session: Session, compiling: int) -
     graphs = graphs_of(session, "auto")
     assert graphs is not None
 
-    def step(number: int) -> StepResult:
-        slow = number == compiling
-        graphs.regions.seconds += 5.0 * slow
-        return StepResult(number, device_idle=True, times={**HOST, "compute": 5.0 if slow else 0.02})
-
     before = None
     for number in range(1, 60):
-        result = graphs.step(partial(step, number))
+        slow = number == compiling
+        with graphs.recording(number):
+            graphs.regions.seconds += 5.0 * slow
         if before is not None:
             graphs.watch(before, 150)
-        before = result
+        before = StepResult(number, device_idle=True, times={**HOST, "compute": 5.0 if slow else 0.02})
     assert not graphs.regions.replays, "with 5 s in one of twenty steps it would seem to pay"
 
 

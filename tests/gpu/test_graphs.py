@@ -35,9 +35,8 @@ class Layers(Task):
     one_size = True
 
     def train_data(self) -> Any:
-        rows = torch.randn(
-            100, 64, generator=torch.Generator().manual_seed(0)
-        )  # three batches and a short one per epoch
+        # Three batches and a short one per epoch.
+        rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
         return [{"x": row, "y": (row > 0).long()} for row in rows]
 
     def valid_data(self) -> Any:

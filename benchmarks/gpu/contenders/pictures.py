@@ -55,7 +55,7 @@ def vit(options: Options) -> Work:
 
         return run
 
-    graphs = "auto" if options.tiny else True  # auto is that in runs that are long enough
+    graphs = "auto" if DEVICE.type == "cpu" else True  # auto is that in runs that are long enough
     contenders = [
         Contender(name, run, batch, plan)
         for name, run in {

@@ -6,13 +6,16 @@ size, and by default a run is watched first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from shardwise.engine.out_of_memory import ran_out
 from shardwise.engine.step import Parts, StepResult
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, one_line
 from shardwise.kernels.regions import Regions
 from shardwise.parallel.combine import graphs_problem
 
@@ -28,16 +31,15 @@ LEAST_GAIN = 0.2
 MOST_MEMORY = 0.5
 """The share of the device's memory up to which there is room for recordings: they may take as much again."""
 
+log = logging.getLogger("shardwise")
+
 
 class Graphs:
     def __init__(self, parts: Parts, regions: Regions, *, now: bool) -> None:
         self.parts, self.regions = parts, regions
-        self.news = ""
-        """What there is to say, for the log."""
-        self._watched: list[StepResult] = []
-        """The last ones, up to WATCHED."""
+        self._watched: deque[StepResult] = deque(maxlen=WATCHED)
         self._compiled: set[int] = set()
-        """Steps that compiled something, and are not watched yet."""
+        """Steps that compiled something."""
         if now:
             regions.replay()
 
@@ -59,11 +61,13 @@ class Graphs:
             raise ConfigError(f"training.cuda_graphs: true {problem}")
         return None
 
-    def step(self, make: Callable[[], StepResult]) -> StepResult:
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """A step is made in here."""
         self.regions.begin_step()
         before = self.regions.seconds
         try:
-            result = make()
+            yield
         except RuntimeError as error:
             if not self.regions.replays:
                 raise
@@ -74,11 +78,10 @@ class Graphs:
             # To go on without is not possible in this process: PyTorch's random numbers do not recover from it (torch 2.11).
             raise ShardwiseError(
                 "the model cannot be recorded as CUDA graphs: something in its blocks waits for the device, or what they give is "
-                f"kept over steps. Set training.cuda_graphs: false. PyTorch says: {' '.join(str(error).split())[:300]}"
+                f"kept over steps. Set training.cuda_graphs: false. PyTorch says: {one_line(error)}"
             ) from error
         if self.regions.seconds != before:
-            self._compiled.add(result.step)
-        return result
+            self._compiled.add(step)
 
     def watch(self, result: StepResult, steps_left: int) -> None:
         """A step that the device has made while the host prepared the next. If the last ones kept the device waiting, blocks are
@@ -86,16 +89,15 @@ class Graphs:
         if self.regions.replays or self.regions.problem is not None:
             return
         if result.step in self._compiled:
-            self._compiled.discard(result.step)
             self._watched.clear()
             return
-        self._watched = [*self._watched, result][-WATCHED:]
+        self._watched.append(result)
         if len(self._watched) < WATCHED or not self._pays(steps_left) or self._memory_used() > MOST_MEMORY:
             return
         self.regions.replay()
-        self.news = (
-            f"the GPU waits for the host in {self._idle:.0%} of the steps, so the compiled parts of the model are recorded as "
-            "CUDA graphs (training.cuda_graphs: false does without)"
+        log.info(
+            f"step {result.step + 1}: the GPU waits for the host in {self._idle:.0%} of the steps, so the compiled parts of the "
+            "model are recorded as CUDA graphs (training.cuda_graphs: false does without)"
         )
 
     @property

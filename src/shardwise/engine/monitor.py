@@ -116,7 +116,6 @@ class Monitor:
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
         self._mind_the_compiler()
-        self._mind_the_graphs()
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
@@ -263,12 +262,6 @@ class Monitor:
         self.rates.pause(took)
         if regions.problem is None:
             self.console.say(f"compiled {len(regions.blocks)} part(s) of the model in {took:.1f} s")
-
-    def _mind_the_graphs(self) -> None:
-        graphs = self.session.graphs
-        if graphs is not None and graphs.news:
-            self.console.say(f"step {self.session.steps_done}: {graphs.news}")
-            graphs.news = ""
 
     def _mind_the_batch_norm(self) -> None:
         model, world = self.session.parts.spread.module, self.session.world

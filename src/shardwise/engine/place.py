@@ -24,6 +24,8 @@ class Place:
     batching: Batching
     chosen_for: int
     """The number of devices that the global batch was chosen for."""
+    devices_per_process: int = 1
+    """dp has all of them in one process."""
 
     @classmethod
     def of(cls, config: Config, world: World, *, elastic: bool, finds_batch: bool) -> Place:
@@ -36,8 +38,9 @@ class Place:
             )
         strategy = config.strategy_on(ranks)
         layout = Layout.of(strategy, training, world)
-        devices = _devices_with_data(strategy, layout)
-        place = cls(strategy, layout, resolve_batching(training, devices, elastic=elastic), devices)
+        driven = max(1, torch.cuda.device_count()) if strategy == "dp" and world.device.type == "cuda" else 1
+        devices = layout.data_size * driven
+        place = cls(strategy, layout, resolve_batching(training, devices, elastic=elastic), devices, driven)
         if finds_batch and strategy == "pipeline":
             raise ConfigError(
                 "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
@@ -70,28 +73,14 @@ class Place:
 
     def found_batch(self, training: Training) -> None:
         """The batch size was looked for, and is known now."""
-        self.batching = resolve_batching(training, _devices_with_data(self.strategy, self.layout))
+        self.batching = resolve_batching(training, self.batching.world)
         self._refuse(training)
 
     @property
-    def devices_per_process(self) -> int:
-        return self.batching.world if _over_devices(self.strategy, self.layout) else 1
-
-    @property
     def per_process(self) -> Batching:
-        """The batching as the loader sees it: a process of dp reads the micro-batches of all its devices at once."""
-        if not _over_devices(self.strategy, self.layout):
-            return self.batching
-        return replace(self.batching, world=1, batch_size=self.batching.batch_size * self.batching.world)
+        """The batching as the loader sees it: a process reads the micro-batches of all its devices at once."""
+        driven, batching = self.devices_per_process, self.batching
+        return replace(batching, world=batching.world // driven, batch_size=batching.batch_size * driven)
 
     def _refuse(self, training: Training) -> None:
         refuse_combinations(self.strategy, training, self.layout, self.batching.accumulation)
-
-
-def _devices_with_data(strategy: str, layout: Layout) -> int:
-    """How many devices a global batch is shared by: dp has all of them in one process."""
-    return max(1, torch.cuda.device_count()) if _over_devices(strategy, layout) else layout.data_size
-
-
-def _over_devices(strategy: str, layout: Layout) -> bool:
-    return strategy == "dp" and layout.world.device.type == "cuda"

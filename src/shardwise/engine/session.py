@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -319,16 +319,10 @@ class Session:
         self.checkpoints.heard()
         if position_of(batch, len(self.train_data)) in self.left_out:
             return self._made(left_out_step(self.parts, batch, self.steps_done), batch)
-        make = partial(
-            run_step,
-            self.parts,
-            batch,
-            self.steps_done,
-            stop=self._stopping(),
-            bad=self.suspect,
-            losses=self.recent_losses,
-        )
-        result = make() if self.graphs is None else self.graphs.step(make)
+        with self.graphs.recording(self.steps_done + 1) if self.graphs is not None else nullcontext():
+            result = run_step(
+                self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.suspect, losses=self.recent_losses
+            )
         self.settle()  # the step before, which a GPU has made meanwhile
         if result.stopped:
             return result

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import one_line
 from shardwise.kernels.weights import NarrowWeights
 
 LARGE = 2**22
@@ -79,7 +80,7 @@ class NarrowAdamW(torch.optim.AdamW):
                 _compiled()(*given)
                 return
             except torch._dynamo.exc.TorchDynamoException as error:
-                log.warning(f"the update does not compile, and runs as it is: {' '.join(str(error).split())[:300]}")
+                log.warning(f"the update does not compile, and runs as it is: {one_line(error)}")
                 self.compiled = False
         update(*given)
 

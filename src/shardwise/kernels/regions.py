@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import one_line
+
 MOST_SHAPES = 16
 """A block is compiled for so many kinds of input at most, then it runs as it is."""
 
@@ -44,8 +46,7 @@ class Regions:
         self.replays = True
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MOST_SHAPES)
         for block in self.blocks:
-            if "forward" in block.__dict__:
-                block.__dict__["forward"].replay()
+            block.__dict__["forward"].replay()
 
     def begin_step(self) -> None:
         """What graphs gave in the step before is not needed any more."""
@@ -62,7 +63,7 @@ class Regions:
             self.paused = False
 
     def give_up(self, problem: BaseException) -> None:
-        self.problem = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+        self.problem = f"{type(problem).__name__}: {one_line(problem)}"
         for block in self.blocks:
             block.__dict__.pop("forward", None)
         log.warning(f"the model does not compile, and runs as it is: {self.problem}")

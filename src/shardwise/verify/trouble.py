@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from shardwise.errors import one_line
 from shardwise.verify.causes import Cause
 from shardwise.verify.processes import Outcome, RankOutcome
 from shardwise.verify.report import Finding
@@ -106,4 +107,4 @@ def _shortened(message: str) -> str:
         return "; ".join(
             f"rank {r} calls {op.lower()} of shape [{shape}], type {kind}" for r, op, shape, kind in calls[:2]
         )
-    return " ".join(message.split())[:600]
+    return one_line(message, 600)

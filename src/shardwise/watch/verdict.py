@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardwise.errors import one_line
 from shardwise.watch.beats import Beat, Phase
 from shardwise.watch.failures import RankError
 from shardwise.watch.stacks import NOWHERE, Stack
@@ -82,7 +83,7 @@ def _on_the_dead(seen: list[Sighting], world: int) -> Verdict:
     rank, code, error = first.rank, first.exit_code, first.error
     where = _where(first)
     if error is not None and not error.peer_lost:
-        words = error.message if error.for_user else f"{_short(error.message)}{_raised_at(error)}"
+        words = error.message if error.for_user else f"{one_line(error.message)}{_raised_at(error)}"
         return Verdict(Kind.ERROR, f"rank {rank} failed{where}: {words}", (rank,), _step(first))
     if first.memory:
         sentence = f"rank {rank} was killed by the kernel{where}, because memory ran out ({first.memory})"
@@ -140,10 +141,6 @@ def _raised_at(error: RankError) -> str:
     places = re.findall(r'File "([^"]+)", line (\d+), in', error.trace)
     own = [(file, line) for file, line in places if "/torch/" not in file]
     return f" ({'/'.join(own[-1][0].split('/')[-2:])}:{own[-1][1]})" if own else ""
-
-
-def _short(message: str) -> str:
-    return " ".join(message.split())[:300]
 
 
 def _signal_name(number: int) -> str:
