@@ -93,7 +93,7 @@ LONG = (
     "drill/test_drill.py",
     "distributed/test_parity.py",
     "drill/test_link.py",
-    "distributed/test_tasks_spread.py",
+    "distributed/test_parallel_tasks.py",
 )
 """Files that take a minute or more. One that is begun last keeps one worker busy, and the others wait for it."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.watch.beats import Phase, beat, begin_beats, end_beats
+from shardwise.watch.heartbeats import Phase, beat, begin_heartbeats, end_heartbeats
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = """
@@ -45,11 +45,11 @@ def main() -> None:
 
 def cost_of_a_beat(number: int = 200_000) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        begin_beats(Path(folder), 0, 1)
+        begin_heartbeats(Path(folder), 0, 1)
         began = time.perf_counter()
         for step in range(number):
             beat(Phase.COMPUTE, step)
-        end_beats()
+        end_heartbeats()
         return (time.perf_counter() - began) / number
 
 

@@ -89,7 +89,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     from shardwise import Session
     from shardwise.checkpoint.state import local_part
     from shardwise.config import parse_config
-    from shardwise.config.grid import copies_on
+    from shardwise.config.mesh_shape import copies_on
     from shardwise.parallel.replicate import gradient_bytes
 
     os.environ.update(

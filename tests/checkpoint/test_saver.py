@@ -22,6 +22,7 @@ from shardwise.checkpoint import state as state_room
 from shardwise.checkpoint import tensors as tensors_room
 from shardwise.data import Cursor
 from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
+from shardwise.engine import checkpointing
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from tests.tasks import config_of
@@ -350,12 +351,11 @@ def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Save
 def test_too_little_host_memory_is_told_once_before_the_first_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.engine import saving
     from shardwise.engine.session import Session
 
     text = "task: tests.tasks:Ragged\ntraining: {batch_size: 4}\n"
     for free, warned in ((2**40, False), (1000, True)):
-        monkeypatch.setattr(saving, "host_memory", lambda free=free: (free, 2**40))
+        monkeypatch.setattr(checkpointing, "host_memory", lambda free=free: (free, 2**40))
         with Session(config_of(text, [f"run_dir={tmp_path}"])) as session:
             session.prepare()
             session.step(next(session.batches()))

@@ -26,8 +26,8 @@ PRELOAD = [
     "shardwise.tasks.cells",
     "shardwise.tasks.images",
     "transformers.models.llama.modeling_llama",  # and all that models of Transformers import
-    "shardwise.verify.warm",
-    "shardwise.launch.settled",
+    "shardwise.verify.preload",
+    "shardwise.launch.freeze_gc",
 ]
 
 

@@ -54,7 +54,7 @@ def test_the_run_after_auto_is_bit_for_bit_the_run_with_the_size_it_found(
 
 
 def test_batch_norms_statistics_are_put_back(ranks: RankPool, tmp_path: Path) -> None:
-    text = "task: tests.distributed.test_numbers:Normed\nname: auto\ntraining: {batch_size: auto}\n"
+    text = "task: tests.distributed.test_loss_guard:Normed\nname: auto\ntraining: {batch_size: auto}\n"
     tracked = ranks.run(1, work.with_session, text, ["training.strategy=single", f"run_dir={tmp_path}"], _tracked)[0]
     assert tracked == 0
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.weights import NarrowWeights
+from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.verify.own_gradients import OwnGradients
 from tests.distributed import work
 from tests.distributed.pool import RankPool
-from tests.distributed.test_narrow_gradients import norms_of_the_first_step
+from tests.distributed.test_low_precision_gradients import norms_of_the_first_step
 from tests.tasks import Ragged
 
 HERE = "task: tests.distributed.test_held"
@@ -133,7 +133,7 @@ class HeadFirst(nn.Module):
 def test_the_gradient_of_a_tied_weight_is_heard_under_its_first_name(narrow: bool) -> None:
     model = HeadFirst()
     heard = OwnGradients(model)
-    weights = NarrowWeights(model, torch.bfloat16 if narrow else torch.float32)
+    weights = LowPrecisionWeights(model, torch.bfloat16 if narrow else torch.float32)
     with weights.in_place():
         model(torch.arange(5)).float().sum().backward()
     assert list(heard.stop(1.0)) == ["head.weight"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.numbers import BAD_SAMPLES
+from shardwise.engine.loss_guard import BAD_SAMPLES
 from shardwise.tasks import Loss, Task
 from tests.distributed import work
 from tests.distributed.pool import RankPool

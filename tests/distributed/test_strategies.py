@@ -91,7 +91,7 @@ def reference(fresh_ranks: FreshRanks) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_gives_the_numbers_of_one_process(fresh_ranks: FreshRanks, reference: Any, way: str) -> None:
-    """Losses, norms, weights and the evaluation; with accumulation, clipping, ragged lengths and tied weights."""
+    """LossHistory, norms, weights and the evaluation; with accumulation, clipping, ragged lengths and tied weights."""
     results = fresh_ranks.run(WAYS[way][0], functools.partial(work.train, evaluate=True), CONFIG, overrides_of(way))
     together = {name: weight for result in results for name, weight in result["weights"].items()}
     for result in results:

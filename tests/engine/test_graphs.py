@@ -18,9 +18,9 @@ from torch import nn
 from shardwise.config import with_batch_size
 from shardwise.engine import graphs as graphs_module
 from shardwise.engine import step as step_module
+from shardwise.engine.batch_plan import BatchPlan
 from shardwise.engine.fit import fit
 from shardwise.engine.graphs import WATCHED, Graphs
-from shardwise.engine.place import Place
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
 from shardwise.errors import ConfigError, OutOfMemory, ShardwiseError
@@ -192,7 +192,7 @@ def test_what_the_config_cannot_have_is_refused_before_anything_is_read(
     finds = config.training.batch_size == "auto"
     world = World(rank=0, size=1, device=torch.device(device), local_rank=0, connected=False)
     with pytest.raises(ConfigError, match=rf"training\.cuda_graphs: true {said}"):
-        Place.of(with_batch_size(config, 4) if finds else config, world, elastic=False, finds_batch=finds)
+        BatchPlan.of(with_batch_size(config, 4) if finds else config, world, elastic=False, finds_batch=finds)
 
 
 def steps_of(session: Session, number: int) -> list[float]:
@@ -276,12 +276,14 @@ def test_the_samples_to_blame_are_known_when_the_next_step_has_written_over_the_
         session.step(next(batches))
         second = next(batches)
         session.step(second)
-        suspects = []
-        monkeypatch.setattr(step_module, "convict", lambda parts, verdict, suspect: suspects.append(suspect) or suspect)
+        bad_losses = []
+        monkeypatch.setattr(
+            step_module, "convict", lambda parts, verdict, bad_loss: bad_losses.append(bad_loss) or bad_loss
+        )
         monkeypatch.setattr(step_module, "stop_because", lambda *given: ShardwiseError("stopped"))
         with pytest.raises(ShardwiseError, match="stopped"):
             session.step(next(batches))
-        assert suspects[0].guilty and suspects[0].samples == second.ids
+        assert bad_losses[0].guilty and bad_losses[0].samples == second.ids
 
 
 def test_a_run_is_watched_recorded_and_tells_of_it(
@@ -296,7 +298,7 @@ def test_a_run_is_watched_recorded_and_tells_of_it(
         result.device_idle = True
         return numbers_of(parts, batch, result, *given)
 
-    spread_module = sys.modules["shardwise.parallel.spread"]
+    spread_module = sys.modules["shardwise.parallel.parallelize"]
     monkeypatch.setattr(step_module, "_numbers_of", idle)
     monkeypatch.setattr(spread_module, "compile_regions", partial(compile_regions, backend="eager"))
     monkeypatch.setattr(graphs_module, "LEAST_GAIN", 1e6)  # how long steps take here means nothing

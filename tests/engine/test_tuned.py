@@ -12,8 +12,8 @@ import torch
 
 from shardwise.engine import optimizer as optimizer_module
 from shardwise.engine import session as session_module
-from shardwise.kernels import adamw
-from shardwise.kernels.adamw import NarrowAdamW
+from shardwise.kernels import low_precision_adamw
+from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
 from shardwise.kernels.regions import compile_regions
 from tests.distributed import work
 from tests.distributed.pool import RankPool
@@ -35,17 +35,17 @@ def train_tuned(*args: Any, **options: Any) -> Any:
 
     def updated(*given: Any) -> None:
         used.append(str(given[1].dtype))
-        adamw.update(*given)
+        low_precision_adamw.update(*given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "_kind_of", fused)
         patch.setattr(
-            sys.modules["shardwise.parallel.spread"],
+            sys.modules["shardwise.parallel.parallelize"],
             "compile_regions",
             functools.partial(compile_regions, backend="eager"),
         )
-        patch.setattr(adamw, "LARGE", 64)
-        patch.setattr(NarrowAdamW, "_run", lambda self, *given: updated(*given))
+        patch.setattr(low_precision_adamw, "LARGE", 64)
+        patch.setattr(LowPrecisionAdamW, "_run", lambda self, *given: updated(*given))
         return {**work.train(*args, **options), "updated_from": sorted(set(used))}
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine.numbers import BAD_SAMPLES
+from shardwise.engine.loss_guard import BAD_SAMPLES
 from shardwise.tasks import Loss, Task
 from tests.distributed import work
 from tests.distributed.pool import RankPool
-from tests.distributed.test_numbers import TEXT as NUMBERS
-from tests.distributed.test_numbers import _train
+from tests.distributed.test_loss_guard import TEXT as NUMBERS
+from tests.distributed.test_loss_guard import _train
 from tests.tasks import Ragged
 
 pytestmark = pytest.mark.gpu
@@ -156,7 +156,9 @@ def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(
         1, work.with_session, text, [*common, f"run_dir={tmp_path}/a", "training.on_nonfinite=rollback"], _train
     )[0]
     assert rolled["rollbacks"] == 2
-    clean = ranks.run(1, work.with_session, text, [*common, f"run_dir={tmp_path}/b"], _train, rolled["left_out"])[0]
+    clean = ranks.run(
+        1, work.with_session, text, [*common, f"run_dir={tmp_path}/b"], _train, rolled["skipped_batches"]
+    )[0]
     for name, weight in clean["weights"].items():
         assert torch.equal(rolled["weights"][name], weight), name
     assert len((tmp_path / "a" / BAD_SAMPLES).read_text().splitlines()) == 2

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.engine.session import Session
-from shardwise.kernels import adamw
-from shardwise.kernels.adamw import NarrowAdamW, update
+from shardwise.kernels import low_precision_adamw
 from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW, update
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 from tests.tasks import config_of
@@ -59,7 +59,7 @@ def test_the_host_waits_for_nothing_between_two_lines_of_the_log(
 
 def _never_waits(session: Session) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "LARGE", 1024)  # so that what large matrices go through is among it
+        patch.setattr(low_precision_adamw, "LARGE", 1024)  # so that what large matrices go through is among it
         _run_without_waiting(session)
 
 
@@ -78,7 +78,7 @@ def _run_without_waiting(session: Session) -> None:
 
 
 def test_the_compiled_update_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw, "LARGE", 1)
+    monkeypatch.setattr(low_precision_adamw, "LARGE", 1)
     generator = torch.Generator("cuda").manual_seed(0)
     for size in (1024, 5000):
         given: dict[str, Any] = {
@@ -90,7 +90,7 @@ def test_the_compiled_update_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Non
         }
         plain = {name: tensor.clone() for name, tensor in given.items()}
         update(*plain.values(), 0.9, 0.999, 1e-8)
-        adamw._compiled()(*given.values(), 0.9, 0.999, 1e-8)
+        low_precision_adamw._compiled()(*given.values(), 0.9, 0.999, 1e-8)
         for name, tensor in given.items():
             torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6)
 
@@ -103,10 +103,10 @@ def test_large_matrices_are_updated_in_one_pass(ranks: RankPool, tmp_path: Path)
 
 def _train_in_one_pass(text: str, options: list[str]) -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adamw, "LARGE", 1024)
+        patch.setattr(low_precision_adamw, "LARGE", 1024)
         with Session(config_of(text, options)) as session:
             session.prepare()
-            assert isinstance(session.parts.optimizer, NarrowAdamW)
+            assert isinstance(session.parts.optimizer, LowPrecisionAdamW)
             found = []
             for batch in session.batches():
                 found.append(session.loss(session.step(batch)))

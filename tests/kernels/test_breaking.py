@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from shardwise.kernels.cross_entropy import linear_cross_entropy
+from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.kernels.regions import Regions, compile_regions
-from shardwise.kernels.weights import NarrowWeights
 
 
 class Teacher(nn.Module):
@@ -31,7 +31,7 @@ class Teacher(nn.Module):
 def test_what_a_forward_pass_writes_into_frozen_weights_stays_there() -> None:
     model = Teacher()
     before = model.teacher.weight.clone()
-    narrow = NarrowWeights(model, torch.bfloat16)
+    narrow = LowPrecisionWeights(model, torch.bfloat16)
     with narrow.in_place(), torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(2, 4))
     assert not torch.equal(model.teacher.weight, before)
@@ -54,18 +54,18 @@ def test_what_computes_under_autocast_computes_with_narrow_copies(model: nn.Modu
     given = torch.randn(2, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         usual = model(given)
-        with NarrowWeights(model, torch.bfloat16).in_place():
+        with LowPrecisionWeights(model, torch.bfloat16).in_place():
             narrow = model(given)
     torch.testing.assert_close(narrow.float(), usual.float(), rtol=0.02, atol=0.02)
     model.train()
-    with torch.autocast("cpu", dtype=torch.bfloat16), NarrowWeights(model, torch.bfloat16).in_place():
+    with torch.autocast("cpu", dtype=torch.bfloat16), LowPrecisionWeights(model, torch.bfloat16).in_place():
         model(given)
 
 
 def test_an_update_through_data_is_seen_at_the_next_step() -> None:
     """As by clipping of weights. It does not count as a new version of the tensor."""
     model = nn.Linear(2, 2)
-    narrow = NarrowWeights(model, torch.bfloat16)
+    narrow = LowPrecisionWeights(model, torch.bfloat16)
     model.weight.data.fill_(3.0)
     with narrow.in_place():
         assert (model.weight == 3.0).all()

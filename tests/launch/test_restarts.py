@@ -17,7 +17,7 @@ import pytest
 
 from shardwise.cli.train import duration, node_range
 from shardwise.drill.network import CABLE, MEETING_POINT, Machine, two_machines, why_there_are_none
-from shardwise.engine.stop import Stop, seconds_to_leave
+from shardwise.engine.shutdown import Stop, seconds_to_leave
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes

@@ -26,11 +26,13 @@ from shardwise.data.seeding import seed_everything
 from shardwise.engine import session as session_module
 from shardwise.engine import step
 from shardwise.engine.session import Session
-from shardwise.parallel import Spread
+from shardwise.parallel import ParallelModel
 from shardwise.tasks import Loss
 from tests.tasks import Ragged, Toy
 
-spread_module: Any = importlib.import_module("shardwise.parallel.spread")  # the package has a function of that name
+spread_module: Any = importlib.import_module(
+    "shardwise.parallel.parallelize"
+)  # the package has a function of that name
 replicate_module: Any = importlib.import_module("shardwise.parallel.replicate")
 engine: Any = session_module
 steps: Any = step
@@ -76,14 +78,14 @@ def the_reported_loss_is_rank_zeros() -> None:
 
 
 def nothing_is_synchronised() -> None:
-    before = Spread.reducing_gradients
+    before = ParallelModel.reducing_gradients
 
     @contextmanager
-    def never(self: Spread, now: bool, only: bool = False) -> Iterator[None]:
+    def never(self: ParallelModel, now: bool, only: bool = False) -> Iterator[None]:
         with before(self, False, only):
             yield
 
-    Spread.reducing_gradients = never  # type: ignore[method-assign]
+    ParallelModel.reducing_gradients = never  # type: ignore[method-assign]
 
 
 def one_parameter_is_not_synchronised() -> None:
@@ -124,7 +126,7 @@ def buffers_are_not_sent_at_the_start() -> None:
 
 
 def running_buffers_are_not_shared() -> None:
-    Spread.share_buffers = lambda self: None  # type: ignore[method-assign]
+    ParallelModel.share_buffers = lambda self: None  # type: ignore[method-assign]
 
 
 def only_rank_zero_updates() -> None:

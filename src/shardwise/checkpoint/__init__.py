@@ -4,7 +4,7 @@ Knows the world of ranks and the data cursor; nothing of the loop.
 """
 
 from shardwise.checkpoint.saver import Saver, Written
-from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_own
+from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_rank_local
 from shardwise.checkpoint.store import CheckpointStore, Found
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "go_on_from",
     "load_into",
     "load_model",
-    "load_own",
+    "load_rank_local",
 ]

@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardwise.checkpoint.store import CheckpointStore
-from shardwise.checkpoint.tensors import INDEX, Agreed, SafeLoadPlanner, Shelf, Stage, write_files, write_index
+from shardwise.checkpoint.tensors import (
+    INDEX,
+    Agreed,
+    SafeLoadPlanner,
+    SafetensorsReader,
+    Stage,
+    write_files,
+    write_index,
+)
 from shardwise.data import Cursor
 from shardwise.data.manifest import Condition, FileEntry, condition_of, read_manifest
 from shardwise.errors import CheckpointError
@@ -44,7 +52,7 @@ class Progress:
     seed: int
     order: str = ""
     """The name of the order in which samples come, to notice a resume in another one."""
-    left_out: list[tuple[int, int]] = field(default_factory=list)
+    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
     """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
     recent_losses: list[float] = field(default_factory=list)
     """Of the last steps, where spikes are watched for: a resumed run must find the same ones."""
@@ -53,8 +61,8 @@ class Progress:
     def read(cls, folder: Path) -> Progress:
         try:
             fields = dict(read_manifest(folder)["about"])
-            left_out = [(int(epoch), int(consumed)) for epoch, consumed in fields.get("left_out", [])]
-            return cls(**{**fields, "cursor": Cursor(**fields["cursor"]), "left_out": left_out})
+            skipped_batches = [(int(epoch), int(consumed)) for epoch, consumed in fields.get("skipped_batches", [])]
+            return cls(**{**fields, "cursor": Cursor(**fields["cursor"]), "skipped_batches": skipped_batches})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"checkpoint {folder} was not written by this version of shardwise: {error}"
@@ -135,10 +143,10 @@ def load_into(
     return path, Progress.read(path)
 
 
-def load_own(path: Path, world: World) -> dict[str, torch.Tensor] | None:
+def load_rank_local(path: Path, world: World) -> dict[str, torch.Tensor] | None:
     """The tensors of this rank alone, if the checkpoint was made by as many ranks and has some."""
     prefix = f"{_own(world)}."
-    known = Shelf(path).read_metadata().state_dict_metadata
+    known = SafetensorsReader(path).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in known.items()
@@ -209,7 +217,7 @@ def _each_once(parts: Iterable[list[str]]) -> list[str]:
 
 
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
-    shelf = Shelf(path)
+    shelf = SafetensorsReader(path)
     shelf.read_metadata()  # here, because what is wrong with it would be lost in load (torch 2.11)
     try:
         with _quiet():

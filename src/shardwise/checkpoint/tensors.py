@@ -306,7 +306,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 @dataclass
-class Shelf(StorageReader):
+class SafetensorsReader(StorageReader):
     """The tensors of a checkpoint whose files have been checked."""
 
     folder: Path

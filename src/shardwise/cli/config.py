@@ -62,7 +62,7 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
     from shardwise.config.load import OWN, make_task
     from shardwise.launch.local import local_rank_count
-    from shardwise.parallel import Layout, World, refuse_combinations
+    from shardwise.parallel import Layout, World, refuse_incompatible
     from shardwise.watch.run_folder import dump_config
 
     config = load_config(args.config, args.set)
@@ -77,7 +77,7 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     layout = Layout.of(strategy, training, World(rank=0, size=world, device=device, local_rank=0, connected=False))
     batching = resolve_batching(training, layout.data_size)
-    refuse_combinations(strategy, training, layout, batching.accumulation)
+    refuse_incompatible(strategy, training, layout, batching.accumulation)
     lr = resolve_learning_rate(training, batching.global_batch)
     print(dump_config(config), end="")
     print("\n# what follows from it")

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if min(args.count, args.ranks, args.steps) < 1:
         raise ConfigError("--count, --ranks and --steps: at least 1")
     config = load_config(args.config, args.set)
-    chosen, left_out = _kinds(args.faults, args.ranks, config.training.device)
+    chosen, skipped_batches = _kinds(args.faults, args.ranks, config.training.device)
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
 
     from shardwise.drill.conduct import conduct
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
 
-    for sentence in left_out:
+    for sentence in skipped_batches:
         say(sentence)
     say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
     result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), say)
@@ -106,15 +106,15 @@ def _kinds(faults: str | None, ranks: int, device: str) -> tuple[list[Kind], lis
     from shardwise.errors import ConfigError
 
     named = [Kind(name) for name in (faults or "").split(",") if name]
-    kinds, left_out = list[Kind](), list[str]()
+    kinds, skipped_batches = list[Kind](), list[str]()
     for kind in named or Kind:
         if (reason := _impossible(kind, ranks, device)) is None:
             kinds.append(kind)
         elif named:
             raise ConfigError(f"--faults {kind}: {kind.words}: not possible here: {reason}")
         else:
-            left_out.append(f"left out: {kind} ({kind.words}): {reason}")
-    return kinds, left_out
+            skipped_batches.append(f"left out: {kind} ({kind.words}): {reason}")
+    return kinds, skipped_batches
 
 
 def _impossible(kind: Kind, ranks: int, device: str) -> str | None:

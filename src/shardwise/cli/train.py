@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.launch.nodes import Nodes
 
 RESTARTS = 3
-"""Unless --max-restarts says otherwise: of several ranks. One alone runs in this process, and is not started again."""
+"""Unless --max-restarts says fallback_checkpoint: of several ranks. One alone runs in this process, and is not started again."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     count = local_rank_count(config, cuda_devices=torch.cuda.device_count())
     restarts = args.max_restarts if args.max_restarts is not None else RESTARTS if count > 1 or nodes else 0
     if count == 1 and not restarts and nodes is None:
-        from shardwise.launch.overseen import overseen
+        from shardwise.launch.external_ranks import external_ranks
         from shardwise.watch.exit_codes import of_program
 
-        with overseen(config):
+        with external_ranks(config):
             return of_program(_train(args))
     training = config.training
     job = Job(
@@ -106,7 +106,7 @@ def _as_rank(args: argparse.Namespace) -> int:
 
     from shardwise.config import load_config
     from shardwise.errors import ConfigError, ShardwiseError
-    from shardwise.launch.overseen import overseen
+    from shardwise.launch.external_ranks import external_ranks
     from shardwise.watch.exit_codes import of_program
     from shardwise.watch.failures import peer_lost
 
@@ -115,7 +115,7 @@ def _as_rank(args: argparse.Namespace) -> int:
     @record
     def entry() -> int:
         try:
-            with overseen(load_config(args.config, args.set)):
+            with external_ranks(load_config(args.config, args.set)):
                 return of_program(_train(args))
         except Exception as error:
             if peer_lost(error):
@@ -134,7 +134,7 @@ def _train(args: argparse.Namespace) -> int:
     """A rank, in its process."""
     from shardwise.config import load_config
     from shardwise.engine.fit import fit
-    from shardwise.engine.stop import Stop, Stopped
+    from shardwise.engine.shutdown import Stop, Stopped
     from shardwise.launch.environment import attempt
 
     again = attempt() > 0
@@ -147,7 +147,7 @@ def _train(args: argparse.Namespace) -> int:
             all_ranks=args.all_ranks,
             stop=stop,
             elastic=again or args.nodes is not None,
-            otherwise=args.resume if again and args.resume not in (None, "auto", "latest") else None,
+            fallback_checkpoint=args.resume if again and args.resume not in (None, "auto", "latest") else None,
         )
     except Stopped:
         return stop.exit_code

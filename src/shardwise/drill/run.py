@@ -76,7 +76,7 @@ class Run:
         ]
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """False: the run ended well before. If it ended otherwise, or nothing happens, the run is lost."""
+        """False: the run ended well before. If it ended fallback_checkpoint, or nothing happens, the run is lost."""
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             self.log.read()

@@ -13,7 +13,7 @@ from shardwise.data import StepBatch
 from shardwise.engine.step import Parts
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.tasks import Loss, Rows
-from shardwise.watch.beats import Phase, beat
+from shardwise.watch.heartbeats import Phase, beat
 
 
 def run_evaluation(

@@ -9,13 +9,13 @@ from pathlib import Path
 from shardwise.checkpoint import Written
 from shardwise.config import Config
 from shardwise.engine.batch_size import settled_before
+from shardwise.engine.loss_guard import may_roll_back
 from shardwise.engine.monitor import Monitor, Outcome
-from shardwise.engine.numbers import may_roll_back
 from shardwise.engine.session import Session
-from shardwise.engine.stop import Stop, Stopped
+from shardwise.engine.shutdown import Stop, Stopped
 from shardwise.errors import CheckpointError
-from shardwise.watch.beats import Phase, beat
 from shardwise.watch.console import Console
+from shardwise.watch.heartbeats import Phase, beat
 from shardwise.watch.run_folder import RunFolder, user_command
 
 STATE = 3
@@ -30,17 +30,17 @@ def fit(
     all_ranks: bool = False,
     stop: Stop | None = None,
     elastic: bool = False,
-    otherwise: str | None = None,
+    fallback_checkpoint: str | None = None,
 ) -> Outcome:
     """Train as the config says. Called by every rank.
 
-    `otherwise`: a checkpoint of another folder, to begin with where the run has none of its own yet.
+    `fallback_checkpoint`: a checkpoint of another folder, to begin with where the run has none of its own yet.
     `elastic`: the run goes on by itself, maybe on another number of ranks, and keeps its global batch.
     """
     stop = stop or Stop()
     config = settled_before(config) if resume else config
     with stop.listening(), Session(config, elastic=elastic) as session:
-        session.starting.of_a_program()
+        session.startup.of_a_program()
         session.stop_check = lambda: stop.requested
         folder = RunFolder(Path(config.run_folder), session.world.rank)
         notice = session.world.on_first(
@@ -61,7 +61,7 @@ def fit(
                     if said := session.place.keep_batch(session.config.training, so_far):
                         console.say(said)
                 session.prepare()
-                resumed = _resume(session, folder, resume, otherwise)
+                resumed = _resume(session, folder, resume, fallback_checkpoint)
             except BaseException as error:
                 if session.world.is_first:
                     folder.abandon()
@@ -86,11 +86,11 @@ def fit(
             folder.close()
 
 
-def _resume(session: Session, folder: RunFolder, which: str | None, otherwise: str | None) -> Path | None:
+def _resume(session: Session, folder: RunFolder, which: str | None, fallback_checkpoint: str | None) -> Path | None:
     """What the run goes on from; None: it begins. From then on, what lies in its checkpoint folder is its own."""
     resumed = session.resume(which) if which else None
-    if resumed is None and otherwise is not None:
-        resumed = session.resume(otherwise)
+    if resumed is None and fallback_checkpoint is not None:
+        resumed = session.resume(fallback_checkpoint)
     if resumed is None:
         session.world.on_first(lambda: _refuse_if_lost(session, folder, which))
         session.checkpoints.begin_anew()

@@ -17,7 +17,7 @@ from shardwise.engine.out_of_memory import ran_out
 from shardwise.engine.step import Parts, StepResult
 from shardwise.errors import ConfigError, ShardwiseError, one_line
 from shardwise.kernels.regions import Regions
-from shardwise.parallel.combine import graphs_problem
+from shardwise.parallel.compatibility import graphs_problem
 
 WATCHED = 20
 """Steps looked at before blocks are recorded."""

@@ -15,8 +15,8 @@ from torch import nn
 from shardwise.checkpoint import Written
 from shardwise.engine.session import Session
 from shardwise.engine.step import StepResult
-from shardwise.engine.strategy import about_strategy
-from shardwise.parallel.spread import has_batch_norm
+from shardwise.engine.strategy_notes import strategy_notes
+from shardwise.parallel.parallelize import has_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
@@ -85,10 +85,10 @@ class Monitor:
         )
         if session.batch_found:
             self.console.say(session.batch_found)
-        if said := session.starting.sentence():
+        if said := session.startup.sentence():
             self.console.say(said)
         self._mind_the_batch_norm()
-        for sentence in about_strategy(session):
+        for sentence in strategy_notes(session):
             self.console.say(sentence)
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
@@ -328,7 +328,7 @@ class Monitor:
                 "chosen_for": session.place.chosen_for,
             },
             "total_steps": session.total_steps,
-            "start": {what: round(seconds, 2) for what, seconds in session.starting.seconds.items()},
+            "start": {what: round(seconds, 2) for what, seconds in session.startup.seconds.items()},
             "mfu": {"formula": formula, "peak_flops": self.rates.peak, "peak": "dense bf16, all devices"},
         }
 

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.state import local_part
 from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.adamw import NarrowAdamW
-from shardwise.kernels.weights import NarrowWeights
+from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
+from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 
 
 def build_optimizer(
-    model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False, narrow: NarrowWeights | None = None
+    model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False, narrow: LowPrecisionWeights | None = None
 ) -> torch.optim.Optimizer:
     """Built after the model has been spread: the optimizer must hold the sharded parameters.
 
@@ -29,7 +29,7 @@ def build_optimizer(
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
     kind, settings = _kind_of(groups, options)
     if narrow is not None and kind is torch.optim.AdamW and not sharded:
-        kind = NarrowAdamW
+        kind = LowPrecisionAdamW
     if sharded:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, which others need not wait for
 
@@ -37,7 +37,7 @@ def build_optimizer(
     else:
         optimizer = kind(groups, lr=lr, **settings)
     _make_state(local_part(optimizer))
-    if isinstance(optimizer, NarrowAdamW):
+    if isinstance(optimizer, LowPrecisionAdamW):
         optimizer.narrow = narrow
     return optimizer
 

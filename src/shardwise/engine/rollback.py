@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 Position = tuple[int, int]
 """Of a global batch: its epoch, and the samples of it that come before."""
-LeftOut = list[Position]
+SkippedBatches = list[Position]
 
 
 def go_back(session: Session, batch: StepBatch, result: StepResult) -> None:
     """Every rank comes here together. Each rollback leaves out one global batch more, so that the run gets past it."""
     limit = session.config.training.max_rollbacks
     error = LossSpike if result.verdict and result.verdict.what == "spike" else NonFiniteError
-    left_out = sorted({*session.left_out, position_of(batch, len(session.train_data))})
-    if len(left_out) > limit:
+    skipped_batches = sorted({*session.skipped_batches, position_of(batch, len(session.train_data))})
+    if len(skipped_batches) > limit:
         raise error(
             f"step {result.step}: {result.trouble}.\n  The run has gone back {limit} time(s) already, as often as "
             "training.max_rollbacks allows: the data or the learning rate is the cause, not a single batch. Lower "
@@ -35,7 +35,7 @@ def go_back(session: Session, batch: StepBatch, result: StepResult) -> None:
             f"{session.store.folder}. Save one before the first step, as `shardwise train` does"
         )
     # Those of later rollbacks are not in the checkpoint, and must not be forgotten.
-    session.left_out = sorted({*session.left_out, *left_out})
+    session.skipped_batches = sorted({*session.skipped_batches, *skipped_batches})
     result.trouble += f"; back from step {at} to {path}, and this global batch is left out"
 
 
@@ -44,7 +44,7 @@ def position_of(batch: StepBatch, samples: int) -> Position:
     return batch.epoch, end - batch.samples
 
 
-def left_out_step(parts: Parts, batch: StepBatch, steps_done: int) -> StepResult:
+def skipped_batch_step(parts: Parts, batch: StepBatch, steps_done: int) -> StepResult:
     """A step in number only: the rate, the cursor and the length of the run stay what they would have been."""
     return StepResult(
         steps_done + 1,

@@ -30,27 +30,27 @@ from shardwise.config import Batching, Config, load_config, resolve_learning_rat
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
+from shardwise.engine.checkpointing import Checkpoints, resume_run, save_run
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import garbage_kept_small
 from shardwise.engine.graphs import Graphs
-from shardwise.engine.initial import initial_model
-from shardwise.engine.numbers import Losses, Suspect
+from shardwise.engine.loss_guard import BadLoss, LossHistory
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
-from shardwise.engine.own import check_data, task_for
-from shardwise.engine.place import Place, needs_group
+from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.precision import Precision
-from shardwise.engine.rollback import LeftOut, go_back, left_out_step, position_of
-from shardwise.engine.saving import Checkpoints, resume_run, save_run
+from shardwise.engine.rollback import SkippedBatches, go_back, position_of, skipped_batch_step
 from shardwise.engine.schedule import Schedule
-from shardwise.engine.starting import Starting
+from shardwise.engine.startup_timer import StartupTimer
 from shardwise.engine.step import Parts, StepResult, run_step
+from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.adamw import NarrowAdamW
-from shardwise.parallel import Layout, World, spread
+from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
+from shardwise.parallel import Layout, World, parallelize
 from shardwise.tasks import Loss, Task
-from shardwise.watch.beats import Phase, beat
+from shardwise.watch.heartbeats import Phase, beat
 
 COMPILING_PAYS_AFTER = 200
 """Steps of a run from which on its blocks are compiled by default."""
@@ -59,7 +59,7 @@ COMPILING_PAYS_AFTER = 200
 class Session:
     def __init__(self, config: Config | str | Path, *, elastic: bool = False) -> None:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
-        self.starting = Starting()
+        self.startup = StartupTimer()
         self.config = config if isinstance(config, Config) else load_config(config)
         self.finds_batch = self.config.training.batch_size == "auto"
         self.batch_found = ""
@@ -69,7 +69,7 @@ class Session:
         patience = timedelta(seconds=max(1800.0, 2 * self.config.training.hang_timeout))  # the verdict comes first
         self.world = World.join(self.config.training.device, connect=needs_group(self.config), timeout=patience)
         try:
-            self.place = Place.of(self.config, self.world, elastic=elastic, finds_batch=self.finds_batch)
+            self.place = BatchPlan.of(self.config, self.world, elastic=elastic, finds_batch=self.finds_batch)
         except ShardwiseError:
             self.world.leave()
             raise
@@ -89,20 +89,20 @@ class Session:
         """The global batch of the checkpoint that was resumed."""
         self.begun_at: tuple[int, Cursor] = (0, Cursor())
         """The step and the cursor that this session started from."""
-        self.left_out: LeftOut = []
+        self.skipped_batches: SkippedBatches = []
         """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
-        self.recent_losses = Losses()
+        self.recent_losses = LossHistory()
         self._went_back = False
-        self.suspect: Suspect | None = None
+        self.bad_loss: BadLoss | None = None
         self.broken: ShardwiseError | None = None
         """Why the last steps do not count: nothing may be saved of them."""
-        self._ahead: StepResult | None = None
+        self._pending_result: StepResult | None = None
         """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
         self.graphs: Graphs | None = None
         """Where blocks may be recorded as CUDA graphs."""
         self._valid_loader: StepLoader | None = None
-        self.starting.lap("meeting")
+        self.startup.lap("meeting")
 
     @property
     def strategy(self) -> str:
@@ -170,9 +170,9 @@ class Session:
         self.train_data = task.train_data()
         self.valid_data = task.valid_data()
         check_data(self.train_data, self.valid_data, self.world)
-        self.starting.lap("data")
+        self.startup.lap("data")
         training = self.config.training
-        spread_model = spread(
+        spread_model = parallelize(
             self._build,
             task.blocks,
             task.tensor_plan,
@@ -205,7 +205,7 @@ class Session:
             precision=precision,
             scaler=scaler,
         )
-        spread_model.updates_from_copies = isinstance(self._parts.optimizer, NarrowAdamW)
+        spread_model.updates_from_copies = isinstance(self._parts.optimizer, LowPrecisionAdamW)
         spread_model.model.train()
         if self.finds_batch:
             self._find_batch()
@@ -213,13 +213,13 @@ class Session:
         # Ranks that hold the same tensors write a part of them each.
         copies = self.layout.data_size // self.layout.size("shard")
         self.checkpoints.open(spread_model.module.parameters(), copies)
-        self.starting.lap("model")
+        self.startup.lap("model")
         return spread_model.model
 
     def _build(self) -> nn.Module:
-        self.starting.lap("model")
-        model = initial_model(self.task, self.config.seed)
-        self.starting.lap("weights")
+        self.startup.lap("model")
+        model = build_initial_model(self.task, self.config.seed)
+        self.startup.lap("weights")
         return model
 
     def _compiles(self) -> bool:
@@ -316,12 +316,12 @@ class Session:
     @memory_explained(lambda session: f"step {session.steps_done + 1}")
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
-        self.checkpoints.heard()
-        if position_of(batch, len(self.train_data)) in self.left_out:
-            return self._made(left_out_step(self.parts, batch, self.steps_done), batch)
+        self.checkpoints.poll()
+        if position_of(batch, len(self.train_data)) in self.skipped_batches:
+            return self._made(skipped_batch_step(self.parts, batch, self.steps_done), batch)
         with self.graphs.recording(self.steps_done + 1) if self.graphs is not None else nullcontext():
             result = run_step(
-                self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.suspect, losses=self.recent_losses
+                self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.bad_loss, losses=self.recent_losses
             )
         self.settle()  # the step before, which a GPU has made meanwhile
         if result.stopped:
@@ -330,7 +330,7 @@ class Session:
             go_back(self, batch, result)
             self._went_back = True
             return result
-        self._ahead = result
+        self._pending_result = result
         if result.awaited is None:
             self.settle()
         if result.loss is not None and not result.skipped:
@@ -339,20 +339,20 @@ class Session:
 
     def settle(self) -> None:
         """Until the device has made the last step; if its numbers are bad, this says so. All ranks call it together."""
-        if self._ahead is not None:
-            ahead, self._ahead = self._ahead, None
+        if self._pending_result is not None:
+            ahead, self._pending_result = self._pending_result, None
             unasked = ahead.awaited is not None  # whoever has asked for its numbers made the host wait for the device
             try:
-                self.suspect = ahead.settle().suspect
+                self.bad_loss = ahead.settle().bad_loss
                 if self.graphs is not None and unasked:
                     self.graphs.watch(ahead, self.total_steps - self.steps_done)
             except ShardwiseError as error:
                 self.broken = error
                 raise
 
-    def forget_ahead(self) -> None:
+    def forget_pending_result(self) -> None:
         """The run goes on from elsewhere: what became of the last step does not matter any more."""
-        self._ahead = self.broken = None
+        self._pending_result = self.broken = None
 
     def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
         self.steps_done += 1
@@ -406,7 +406,7 @@ class Session:
 
     def wait(self) -> None:
         """Until the newest checkpoint is in place. If it could not be written, this says why."""
-        written = self.checkpoints.heard(wait=True)
+        written = self.checkpoints.poll(wait=True)
         if written and written[-1].cause is not None:
             raise written[-1].cause
 

@@ -28,9 +28,10 @@ from shardwise.config.seeds import Purpose
 from shardwise.data import MicroBatch, StepBatch
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.clip import clip, global_norm, gradients
-from shardwise.engine.numbers import (
-    Losses,
-    Suspect,
+from shardwise.engine.forward_timer import ForwardTimer
+from shardwise.engine.loss_guard import (
+    BadLoss,
+    LossHistory,
     Verdict,
     brief,
     convict,
@@ -40,13 +41,12 @@ from shardwise.engine.numbers import (
     watches_loss,
     what_happened,
 )
-from shardwise.engine.pace import ForwardClock
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
 from shardwise.errors import ShardwiseError
-from shardwise.parallel import Spread, World
+from shardwise.parallel import ParallelModel, World
 from shardwise.tasks import Loss, Task
-from shardwise.watch.beats import Phase, beat
+from shardwise.watch.heartbeats import Phase, beat
 
 SMALLEST_SCALE = 2.0**-24
 """A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
@@ -59,7 +59,7 @@ class Parts:
     config: Config
     task: Task
     world: World
-    spread: Spread
+    spread: ParallelModel
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     precision: Precision
@@ -94,7 +94,7 @@ class StepResult:
     """What was bad, where that is more than how fp16 finds its loss scale, and what is done about it."""
     trouble: str = ""
     """What was bad and on which samples, in a sentence."""
-    suspect: Suspect | None = None
+    bad_loss: BadLoss | None = None
     """This rank's loss was not finite, which the others learn at the next step."""
     loss: float | None = None
     """Of all ranks, where it is watched before the update (see numbers.py)."""
@@ -143,8 +143,8 @@ def run_step(
     step: int,
     *,
     stop: bool = False,
-    bad: Suspect | None = None,
-    losses: Losses | None = None,
+    bad: BadLoss | None = None,
+    losses: LossHistory | None = None,
 ) -> StepResult:
     """One optimizer step on one global batch, after `step` others.
 
@@ -174,7 +174,7 @@ def run_step(
     seen: list[tuple[MicroBatch, torch.Tensor]] = []
     kept = [(buffer, buffer.clone()) for buffer in parts.spread.statistics] if may_skip(training) else []
 
-    forwards = ForwardClock(parts.spread)
+    forwards = ForwardTimer(parts.spread)
 
     def forward(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
         beat(Phase.COMPUTE, step + 1)
@@ -232,13 +232,13 @@ def run_step(
     clock.times["forward"] = forwards.seconds()
     loss = world.sum(loss_sum)[0] / count if watches_loss(training) and count else None
     # The norm and the loss are the same on every rank, and so is the verdict.
-    verdict = judge(training, norm, loss, losses or Losses(), scaled=parts.scaler.is_enabled())
+    verdict = judge(training, norm, loss, losses or LossHistory(), scaled=parts.scaler.is_enabled())
     result.numbers, result.loss = (norm, loss_sum), loss
     result.skipped = not math.isfinite(norm) or verdict is not None
     if not math.isfinite(loss_sum):
-        result.suspect = _suspect(parts, batch, result, seen)
+        result.bad_loss = _bad_loss(parts, batch, result, seen)
     if verdict is not None:
-        blamed = convict(parts, verdict, _suspect(parts, batch, result, seen, verdict.limit))
+        blamed = convict(parts, verdict, _bad_loss(parts, batch, result, seen, verdict.limit))
         if verdict.act == "stop":
             raise stop_because(step + 1, verdict, blamed)
         result.verdict, result.trouble = verdict, what_happened(verdict, blamed)
@@ -250,7 +250,7 @@ def run_step(
         parts.scaler.step(parts.optimizer)
         parts.scaler.update()
     if result.skipped and parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
-        mine = result.suspect or _suspect(parts, batch, result, seen)
+        mine = result.bad_loss or _bad_loss(parts, batch, result, seen)
         hopeless = Verdict("nonfinite", "stop")
         raise stop_because(step + 1, hopeless, convict(parts, hopeless, mine))
     parts.optimizer.zero_grad()
@@ -274,7 +274,7 @@ def _numbers_of(
     result: StepResult,
     on_device: torch.Tensor,
     seen: list[tuple[MicroBatch, torch.Tensor]],
-    forwards: ForwardClock,
+    forwards: ForwardTimer,
 ) -> Callable[[], None]:
     """Brings the norm and the loss to the host, without waiting for them; what is returned waits, and looks at them."""
     on_host = torch.empty(on_device.shape, pin_memory=on_device.is_cuda)
@@ -290,10 +290,10 @@ def _numbers_of(
         norm, loss_sum = result.numbers = tuple(on_host.tolist())
         result.times["forward"] = forwards.seconds()
         if not math.isfinite(loss_sum):
-            result.suspect = _suspect(parts, batch, result, seen)
+            result.bad_loss = _bad_loss(parts, batch, result, seen)
         if not math.isfinite(norm):  # on every rank
             verdict = Verdict("nonfinite", "stop")
-            raise stop_because(result.step, verdict, convict(parts, verdict, _suspect(parts, batch, result, seen)))
+            raise stop_because(result.step, verdict, convict(parts, verdict, _bad_loss(parts, batch, result, seen)))
 
     return known
 
@@ -376,27 +376,27 @@ def _remedy(parts: Parts) -> str:
     return "Set training.ddp.find_unused_parameters: true, or "
 
 
-def nonfinite_before(parts: Parts, step: int, bad: Suspect | None) -> ShardwiseError:
+def nonfinite_before(parts: Parts, step: int, bad: BadLoss | None) -> ShardwiseError:
     """The loss of the step before was not finite on some rank, and its gradient did not show it. Every rank comes here."""
     verdict = Verdict("nonfinite", "stop")
-    mine = bad or Suspect(step, 0, parts.world.rank, None, [], guilty=False)
+    mine = bad or BadLoss(step, 0, parts.world.rank, None, [], guilty=False)
     return stop_because(step, verdict, convict(parts, verdict, mine))
 
 
-def _suspect(
+def _bad_loss(
     parts: Parts,
     batch: StepBatch,
     result: StepResult,
     seen: list[tuple[MicroBatch, torch.Tensor]],
     limit: float = math.inf,
-) -> Suspect:
+) -> BadLoss:
     """What this rank has to do with a bad step. Only here, when it is too late anyway, are single losses looked at."""
     bad = [micro for micro, loss in seen if not float(loss) <= limit * max(1, micro.count) or not loss.isfinite()]
     found = [
         index for micro in bad or batch.micro if not micro.request.borrowed for index in micro.request.ids.tolist()
     ]
     loss = result.loss_sum / result.count if result.count else None
-    return Suspect(result.step, batch.epoch, parts.world.rank, loss, found, guilty=bool(bad))
+    return BadLoss(result.step, batch.epoch, parts.world.rank, loss, found, guilty=bool(bad))
 
 
 def _leave_as_it_was(parts: Parts, kept: list[tuple[torch.Tensor, torch.Tensor]], *, finite: bool) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
 from shardwise.kernels.backend import in_order
-from shardwise.kernels.look import without_values
+from shardwise.kernels.meta_probe import without_values
 from shardwise.kernels.types import computing_type
 
 NAME = "shardwise"

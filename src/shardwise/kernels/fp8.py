@@ -26,16 +26,16 @@ def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
     Returns the names of those that were left out because of their sides.
     """
     names = {module: name for name, module in model.named_modules()}
-    left_out = []
+    skipped_batches = []
     for block in blocks:
         for module in block.modules():
             if type(module) is not nn.Linear:
                 continue
             if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-                left_out.append(names.get(module, "?"))
+                skipped_batches.append(names.get(module, "?"))
             else:
                 module.__class__ = Fp8Linear
-    return left_out
+    return skipped_batches
 
 
 def fp8_problem(device: torch.device) -> str | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from shardwise.kernels.cross_entropy import linear_cross_entropy
-from shardwise.kernels.look import without_values
+from shardwise.kernels.meta_probe import without_values
 from shardwise.kernels.types import computing_type
 
 
@@ -58,7 +58,7 @@ class LossHead(nn.Linear):
             self.targets = None
 
 
-class WordsApart(ParallelStyle):
+class VocabParallel(ParallelStyle):
     """How ranks share a LossHead: each has as many words of the vocabulary as the others."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -75,7 +75,7 @@ def words_apart(model: Any, ranks: int) -> dict[str, ParallelStyle]:
         return {}
     if head.weight is model.get_input_embeddings().weight:
         return {}
-    return {next(name for name, module in model.named_modules() if module is head): WordsApart()}
+    return {next(name for name, module in model.named_modules() if module is head): VocabParallel()}
 
 
 def use_loss_head(model: Any) -> bool:

@@ -22,12 +22,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
-from shardwise.launch.ends import ending_well
-from shardwise.watch.beats import Phase, read_beats
+from shardwise.launch.elastic_exit import ending_well
+from shardwise.watch.diagnosis import Kind, Verdict, ranks
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
-from shardwise.watch.oversee import Overseer
-from shardwise.watch.verdict import Kind, Verdict, ranks
+from shardwise.watch.heartbeats import Phase, read_heartbeats
+from shardwise.watch.watchdog import Watchdog
 
 GRACE = 2.0
 """Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
@@ -53,7 +53,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, job: Job, scratch: Path) -> None:
         super().__init__(spec=spec, logs_specs=logs, start_method="forkserver")
         self.job, self.scratch = job, scratch
-        self.overseer = Overseer(scratch, job.run_folder, job.hang_timeout)
+        self.watchdog = Watchdog(scratch, job.run_folder, job.hang_timeout)
         self.asked: int | None = None
         """The signal by which the run was asked to leave."""
         self.verdict: Verdict | None = None
@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
     # ---------------------------------------------------------------- the agent's own turns
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.overseer.forget()
+        self.watchdog.forget()
         self._ended, self._ended_here, self._hang = {}, set(), None
         job = self.job
         worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
@@ -154,7 +154,7 @@ class Agent(LocalElasticAgent):
             counters: dict[int, int] = {}
             sign = time.monotonic()
             while self._pids():
-                beats = read_beats(self.scratch)
+                beats = read_heartbeats(self.scratch)
                 now = {rank: beat.counter for rank, beat in beats.items()}
                 if now != counters:
                     counters, sign = now, time.monotonic()
@@ -200,14 +200,14 @@ class Agent(LocalElasticAgent):
         if now - self._looked_at < min(1.0, self.job.hang_timeout / 4):
             return None
         self._looked_at = now
-        verdict = self.overseer.look()
+        verdict = self.watchdog.look()
         if verdict is not None:
             self._kill(self._processes())
         return verdict
 
     def _after_a_failure(self, worker_group: WorkerGroup) -> None:
         by_rank = {worker_group.workers[local].global_rank: end for local, end in self._ended.items()}
-        verdict = self.verdict = self._hang or self.overseer.judge(by_rank)
+        verdict = self.verdict = self._hang or self.watchdog.judge(by_rank)
         self.final = self._why_not_again(verdict, self._hang is not None)
         if self.final is not None or not self._remaining_restarts:
             self._remaining_restarts = 0
@@ -229,12 +229,12 @@ class Agent(LocalElasticAgent):
             return None
         errors = read_failures(self.scratch)
         error = errors.get(verdict.guilty[0])
-        beat = read_beats(self.scratch).get(verdict.guilty[0])
+        beat = read_heartbeats(self.scratch).get(verdict.guilty[0])
         if error is None:
             return None
         if error.for_user:
             return ""
-        if self._attempt == 1 and (beat is None or beat.phase.starting):
+        if self._attempt == 1 and (beat is None or beat.phase.startup):
             return ""  # it never got going: the same would happen again
         before, self._before = self._before, (error.message, verdict.step)
         return "the same error as before the restart" if before == self._before else None

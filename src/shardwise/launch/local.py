@@ -23,15 +23,15 @@ from torch.distributed.launcher.api import LaunchConfig
 from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.launch.agent import Agent, Job
-from shardwise.launch.meeting import meet
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
+from shardwise.launch.rendezvous import meet
 from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
+from shardwise.watch.diagnosis import Kind
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
-from shardwise.watch.verdict import Kind
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:

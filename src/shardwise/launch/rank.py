@@ -16,16 +16,16 @@ from typing import Any
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import ATTEMPT
 from shardwise.launch.server import die_with, hearing
-from shardwise.watch.beats import Phase, beat, begin_beats, end_beats
 from shardwise.watch.failures import record_failure
-from shardwise.watch.oversee import stack_file
+from shardwise.watch.heartbeats import Phase, beat, begin_heartbeats, end_heartbeats
+from shardwise.watch.watchdog import stack_file
 
 
 def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, attempt: int) -> int:
     """Called by the agent, in the rank's process. Returns its exit code."""
-    from shardwise.launch import warm
+    from shardwise.launch import preload
 
-    die_with(warm.server)
+    die_with(preload.server)
     hearing()
     os.environ[ATTEMPT] = str(attempt)
     rank = int(os.environ["RANK"])
@@ -51,12 +51,12 @@ def watched(beats: Path, rank: int, world: int) -> Iterator[None]:
     with stack_file(beats, rank).open("w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True, chain=False)
         faulthandler.enable(file=stack)  # a crash leaves its place too
-        begin_beats(beats, rank, world)
+        begin_heartbeats(beats, rank, world)
         try:
             yield
         finally:
             beat(Phase.END)
-            end_beats()
+            end_heartbeats()
             faulthandler.unregister(signal.SIGUSR2)
             faulthandler.disable()
             with contextlib.suppress(ValueError):

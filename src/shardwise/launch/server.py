@@ -29,7 +29,7 @@ def start_server(
     Called by the main thread: the kernel ends the server together with the thread that started it.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardwise.launch.warm", *preload, "shardwise.launch.settled"])
+    context.set_forkserver_preload(["shardwise.launch.preload", *preload, "shardwise.launch.freeze_gc"])
     before = dict(os.environ)
     os.environ.update(environment or {})
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

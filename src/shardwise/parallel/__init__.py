@@ -3,9 +3,9 @@
 Knows nothing of tasks, data or the loop.
 """
 
-from shardwise.parallel.combine import refuse_combinations
+from shardwise.parallel.compatibility import refuse_incompatible
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.spread import Spread, spread
+from shardwise.parallel.parallelize import ParallelModel, parallelize
 from shardwise.parallel.world import World
 
-__all__ = ["Layout", "Spread", "World", "refuse_combinations", "spread"]
+__all__ = ["Layout", "ParallelModel", "World", "parallelize", "refuse_incompatible"]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shardwise.config import Training
-from shardwise.config.grid import Axes, axes_of, copies_in
+from shardwise.config.mesh_shape import Axes, axes_of, copies_in
 from shardwise.parallel.world import World
 
 

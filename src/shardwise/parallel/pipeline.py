@@ -33,12 +33,12 @@ from torch.utils._pytree import tree_leaves
 from shardwise.config import Fsdp, Training
 from shardwise.config.schema import Pipeline as Options
 from shardwise.errors import ConfigError
-from shardwise.parallel.combine import FINE
-from shardwise.parallel.exchange import broadcast_plain, broadcast_tree, dtype_name, gather_plain
+from shardwise.parallel.activation_checkpointing import recompute
+from shardwise.parallel.compatibility import FINE
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.recompute import recompute
+from shardwise.parallel.object_collectives import broadcast_plain, broadcast_tree, dtype_name, gather_plain
+from shardwise.parallel.pipeline_split import Leave, Piece, Sketch, cut_evenly, graft, has_tied_ends, weigh
 from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
-from shardwise.parallel.stages import Leave, Piece, Sketch, cut_evenly, graft, has_shared_ends, weigh
 from shardwise.parallel.timing import block_times
 from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
 
@@ -82,7 +82,7 @@ def build_pipeline(
             f"strategy pipeline: the model has {len(blocks)} block(s), too few for {count} pieces ({options.schedule} on "
             f"{stages} stages). Use fewer training.pipeline.stages, or fsdp"
         )
-    if options.schedule == "zero_bubble" and has_shared_ends(shape, blocks):
+    if options.schedule == "zero_bubble" and has_tied_ends(shape, blocks):
         raise ConfigError(
             "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
             "untie them, or use interleaved"

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardwise.config import Ddp
-from shardwise.kernels.weights import NarrowWeights
+from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.world import World
 
 
@@ -26,7 +26,7 @@ def reaches_masters(options: Ddp) -> bool:
 
 
 def replicate(
-    module: nn.Module, options: Ddp, world: World, narrow: NarrowWeights | None
+    module: nn.Module, options: Ddp, world: World, narrow: LowPrecisionWeights | None
 ) -> tuple[DistributedDataParallel, PowerSGD | None]:
     # A buffer outside the state dict is a constant: only running statistics are worth sending before every forward.
     changing = set(module.state_dict()) - {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -46,7 +46,7 @@ def replicate(
     return model, _compress(model, options)
 
 
-def _reduce_to_masters(narrow: NarrowWeights, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _reduce_to_masters(narrow: LowPrecisionWeights, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Gradients of narrow copies are added up in fp32, over the ranks and with those of earlier micro-batches, and left on
     the masters; what DDP has of them is of no further use."""
     arrived = bucket.buffer()

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from shardwise.config import Fsdp, Training
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.held import held_aside
+from shardwise.kernels.unregistered_parameters import unregistered_parameters
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.weights import narrow_type
 
@@ -57,7 +57,7 @@ def refuse_what_cannot_be_sharded(model: nn.Module) -> None:
         if not parameter.ndim:
             raise ShardwiseError(f"strategy fsdp cannot shard the scalar parameter {name}: give it the shape (1,)")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for where, parameter in held_aside(model):
+    for where, parameter in unregistered_parameters(model):
         if parameter in names:  # it would stay whole there, and never be trained
             raise ShardwiseError(
                 f"strategy fsdp cannot shard {names[parameter]}, which {where} holds too, outside of PyTorch's sight: use ddp, "

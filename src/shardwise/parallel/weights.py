@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.config import Training
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.held import REGISTERS, held_aside
 from shardwise.kernels.types import COMPUTE_TYPES
+from shardwise.kernels.unregistered_parameters import REGISTERS, unregistered_parameters
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -41,7 +41,7 @@ def build_shape(build: Build) -> nn.Module:
 def refuse_hidden_parameters(model: nn.Module) -> None:
     """PyTorch finds parameters and modules that are attributes of a module, not those in a list or dict of it."""
     registered = set(model.parameters())
-    for where, parameter in held_aside(model):
+    for where, parameter in unregistered_parameters(model):
         if parameter.requires_grad and parameter not in registered:
             raise ShardwiseError(
                 f"the model holds a parameter of shape {tuple(parameter.shape)} in {where}, where PyTorch does not find it: it "

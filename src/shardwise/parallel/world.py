@@ -16,7 +16,14 @@ from safetensors.torch import load, save
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.parallel.exchange import as_json, broadcast_plain, error_heard, error_told, gather_bytes, gather_plain
+from shardwise.parallel.object_collectives import (
+    as_json,
+    broadcast_plain,
+    error_heard,
+    error_told,
+    gather_bytes,
+    gather_plain,
+)
 
 
 @dataclass

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shardwise.verify.causes import Cause
+from shardwise.verify.formatting import listed
 from shardwise.verify.probe import Probe
 from shardwise.verify.processes import Outcome
 from shardwise.verify.report import Check, Finding
-from shardwise.verify.words import listed
 
 
 def check_agreement(ranks: Outcome, probe: Probe) -> list[Check]:

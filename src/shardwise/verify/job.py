@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shardwise.config import Batching, Config, resolve_batching
-from shardwise.config.grid import copies_on
+from shardwise.config.mesh_shape import copies_on
 from shardwise.config.schema import Strategy
 
 SPREADING = set(get_args(Strategy)) - {"ddp"}

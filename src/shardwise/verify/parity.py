@@ -8,10 +8,10 @@ from typing import Any
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
+from shardwise.verify.formatting import figure, listed, module_of, within
 from shardwise.verify.measure import Run, Tolerance, apart, gradients_apart, weights_apart
 from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.report import Check, Finding, Verdict
-from shardwise.verify.words import figure, listed, module_of, within
 from shardwise.verify.wrong_gradients import read_differently, why
 
 TOO_LOUD = 0.05

@@ -21,10 +21,10 @@ from shardwise.data import Reader, shares
 from shardwise.data.loader import _map_tensors
 from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
-from shardwise.engine.initial import initial_model
-from shardwise.engine.own import OwnTask
+from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.precision import Precision
 from shardwise.engine.session import Session
+from shardwise.engine.user_task import OwnTask
 from shardwise.tasks import Task
 from shardwise.verify.contents import contents_of, first_difference
 from shardwise.verify.dropout import switch_off_in
@@ -166,7 +166,7 @@ def _model(session: Session) -> nn.Module:
     if isinstance(session.task, OwnTask):
         model = copy.deepcopy(session.parts.spread.module)
     else:
-        model = initial_model(session.task, session.config.seed)
+        model = build_initial_model(session.task, session.config.seed)
         if session.config.training.precision == "bf16-true":
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data

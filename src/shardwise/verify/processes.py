@@ -89,7 +89,7 @@ class Outcome:
 def start_server(rehearsed: tuple[Path, Sequence[str]] | None) -> None:
     """Begin to import what every rank needs, in a process of its own. `rehearsed`: a config whose model is built there."""
     # There are more ranks than cores: a thread that waits must not keep one busy.
-    server.start_server(["shardwise.verify.warm"], rehearsed, {"OMP_WAIT_POLICY": "PASSIVE"})
+    server.start_server(["shardwise.verify.preload"], rehearsed, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def run_jobs(jobs: Iterable[Job], at_once: int, *, patience: float = TO_STEP) -> dict[str, Outcome]:

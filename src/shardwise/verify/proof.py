@@ -198,7 +198,7 @@ class _Proof:
     def _must_run(self, outcome: Outcome) -> None:
         """A config that one process cannot train is not for verify to judge."""
         if not outcome.fine:
-            from shardwise.verify.trouble import trouble_of
+            from shardwise.verify.failure_report import trouble_of
 
             log = processes.text_of(outcome.job.log(0))[-2000:]
             error = outcome.first_error()
@@ -238,8 +238,8 @@ class _Proof:
         self, probe: Any, runs: dict[str, Outcome], name: str, tolerance: Any, against: Path | None
     ) -> list[Check]:
         from shardwise.verify.compared import Compared, run_of
+        from shardwise.verify.failure_report import trouble_of
         from shardwise.verify.parity import check_parity
-        from shardwise.verify.trouble import trouble_of
 
         for group in (name, *([str(against)] if against else [])):
             if not runs[group].fine:
@@ -271,7 +271,7 @@ class _Proof:
 
     def _coverage(self, outcome: Outcome) -> list[Check]:
         from shardwise.verify.coverage import check_coverage
-        from shardwise.verify.trouble import trouble_of
+        from shardwise.verify.failure_report import trouble_of
 
         if not outcome.fine:
             finding = trouble_of(outcome)

@@ -8,10 +8,10 @@ from typing import Any
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import run_of
+from shardwise.verify.failure_report import trouble_of
 from shardwise.verify.measure import Tolerance, apart, weights_apart
 from shardwise.verify.processes import Outcome
 from shardwise.verify.report import Check, Finding
-from shardwise.verify.trouble import trouble_of
 
 SAME = "killed and resumed"
 

@@ -11,10 +11,10 @@ import torch
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.contents import first_difference
+from shardwise.verify.formatting import figure, listed, module_of
 from shardwise.verify.measure import floor_of, gradients_apart
 from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.report import Finding
-from shardwise.verify.words import figure, listed, module_of
 
 
 def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) -> Finding:

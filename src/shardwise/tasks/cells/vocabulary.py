@@ -32,9 +32,13 @@ def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quie
                 f"{file.path} has no gene in common with {gene_vocab}: it names genes like {_some(file.genes)}, the "
                 f"vocabulary like {_some(genes)}. Another column of var may have those names: set data.gene_key"
             )
-        left_out = [gene for gene in file.genes if gene not in vocabulary]
-        if left_out or known < len(genes):
-            others = f"; {len(left_out)} others are not in it and left out ({_some(left_out)}, …)" if left_out else ""
+        skipped_batches = [gene for gene in file.genes if gene not in vocabulary]
+        if skipped_batches or known < len(genes):
+            others = (
+                f"; {len(skipped_batches)} others are not in it and left out ({_some(skipped_batches)}, …)"
+                if skipped_batches
+                else ""
+            )
             say(f"{file.path} has {known} of the {len(genes)} genes of the vocabulary{others}")
     return vocabulary
 

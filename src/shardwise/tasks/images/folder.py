@@ -66,14 +66,14 @@ def _files(folder: Path, classes: list[str]) -> Files:
                 f"{folder / name}: there is no class {name!r} {'in data.classes or ' if folder.name == 'train' else ''}"
                 f"in training{f'; nearest: {near[0]!r}' if near else ''}. Rename or remove the folder"
             )
-        images, left_out = _images_in(folder / name)
+        images, skipped_batches = _images_in(folder / name)
         if not images:
             raise DataError(
                 f"{folder / name} has no images (files ending in {' '.join(sorted(ENDINGS))}): add some, or remove the folder"
             )
         files += images
         labels += [classes.index(name)] * len(images)
-        others += left_out
+        others += skipped_batches
     if not files:
         raise DataError(f"{folder} holds no class folders: it needs one per class, with the images in them")
     if others:
