@@ -61,7 +61,8 @@ class Progress:
     def read(cls, folder: Path) -> Progress:
         try:
             fields = dict(read_manifest(folder)["about"])
-            skipped_batches = [(int(epoch), int(consumed)) for epoch, consumed in fields.get("skipped_batches", [])]
+            fields.setdefault("skipped_batches", fields.pop("left_out", []))  # its name in version 0.1.0
+            skipped_batches = [(int(epoch), int(consumed)) for epoch, consumed in fields["skipped_batches"]]
             return cls(**{**fields, "cursor": Cursor(**fields["cursor"]), "skipped_batches": skipped_batches})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
