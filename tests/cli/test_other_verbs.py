@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from shardwise.cli import LATER
+from shardwise.cli import VERBS
 from tests.cli.program import shardwise
 from tests.conftest import REPOSITORY
 from tests.hub import write_model
@@ -16,10 +17,18 @@ from tests.hub import write_model
 SMALL = ["--set", "data.num_games=40", "--set", "data.max_plies=8", "--set", "training.max_steps=3"]
 
 
-@pytest.mark.parametrize("verb", LATER)
-def test_a_verb_to_come_says_so(verb: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("verb", "hint"), [("tarin", ". Nearest: train"), ("plan", "")])
+def test_an_unknown_verb_is_answered_with_those_that_exist(verb: str, hint: str, tmp_path: Path) -> None:
     done = shardwise(tmp_path, verb, "chess.yaml")
-    assert done.returncode == 2 and "is not built yet" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"error: {verb!r} is not a verb of shardwise: {', '.join(VERBS)}{hint}\n")
+
+
+def test_help_lists_the_verbs_that_exist(tmp_path: Path) -> None:
+    done = shardwise(tmp_path, "--help")
+    assert done.returncode == 0
+    listed = re.findall(r"^    (\w+)\b", done.stdout, re.MULTILINE)
+    assert listed == list(VERBS) and "to come" not in done.stdout
 
 
 def test_config_show_resolves_what_follows_from_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import sys
@@ -22,13 +23,6 @@ VERBS = {
     "fetch": "download model and data ahead, for machines without internet",
     "export": "write trained weights as safetensors, in Hugging Face layout where the model has one",
 }
-LATER = {
-    "plan": "what fits, how fast, what it costs",
-    "lint": "mistakes of distributed training, found without running",
-    "submit": "Slurm, SageMaker, Kubernetes",
-    "report": "one HTML file about a run",
-    "top": "live view in the terminal",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × shows ? instead of a traceback
-    if arguments and arguments[0] in LATER:
-        print(f"error: shardwise {arguments[0]} ({LATER[arguments[0]]}) is not built yet", file=sys.stderr)
-        return 2
     try:
         parsed = _parser(arguments).parse_args(arguments)
         return int(importlib.import_module(f"shardwise.cli.{parsed.verb}").run(parsed))
@@ -54,12 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    later = "\n".join(f"  {name:<10} {text}" for name, text in LATER.items())
     parser = argparse.ArgumentParser(
         prog="shardwise",
         description="Train PyTorch models on one device, many devices or many machines from one YAML file.",
-        epilog=f"still to come:\n{later}\n\nThe first thing to try:  shardwise train configs/chess-tiny.yaml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="The first thing to try:  shardwise train configs/chess-tiny.yaml",
     )
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -67,4 +56,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if arguments and arguments[0] == name:
             importlib.import_module(f"shardwise.cli.{name}").add_arguments(verb)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        near = difflib.get_close_matches(arguments[0], VERBS, n=1)
+        hint = f". Nearest: {near[0]}" if near else ""
+        parser.error(f"{arguments[0]!r} is not a verb of shardwise: {', '.join(VERBS)}{hint}")
     return parser
