@@ -1,8 +1,9 @@
-"""Which room may import which: the map in the design, held."""
+"""Which room may import which: the table in CONTRIBUTING.md, held. No module imports itself through others."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,43 +15,41 @@ import shardwise
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
-EVERYTHING = {
-    "config",
-    "data",
-    "parallel",
-    "kernels",
-    "tasks",
-    "checkpoint",
-    "watch",
-    "engine",
-    "launch",
-    "plan",
-    "bench",
-    "verify",
-    "drill",
-}
+ROW = re.compile(r"^\| `src/shardwise/(\w+)/` \| (.+) \| (.+) \|$", re.MULTILINE)
+NAMES = re.compile(r"`\w+`(, `\w+`)*")
 
-# Besides itself, `config` and `errors`, which every room may import.
-ALLOWED: dict[str, set[str]] = {
-    "config": set(),
-    "data": set(),
-    "kernels": set(),
-    "parallel": {"kernels"},
-    "tasks": {"data", "kernels"},
-    "checkpoint": {"data", "parallel", "tasks"},
-    "watch": set(),
-    "engine": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch"},
-    "launch": {"watch"},
-    "plan": {"tasks", "data", "parallel"},
-    "bench": {"tasks", "data", "parallel", "kernels", "checkpoint", "watch", "engine"},
-    "drill": {"data", "checkpoint", "engine", "launch"},
-    "verify": {"tasks", "data", "parallel", "kernels", "checkpoint", "engine", "launch", "watch"},
-    "cli": EVERYTHING,
-}
+KNOWN_CYCLES = [
+    "engine.batch_size → engine.out_of_memory → engine.session → engine.batch_size",
+    "engine.batch_size → engine.session → engine.batch_size",
+    "engine.checkpointing → engine.out_of_memory → engine.session → engine.checkpointing",
+    "engine.checkpointing → engine.session → engine.checkpointing",
+    "engine.graphs → engine.out_of_memory → engine.session → engine.graphs",
+    "engine.loss_guard → engine.step → engine.loss_guard",
+    "engine.out_of_memory → engine.session → engine.out_of_memory",
+    "engine.rollback → engine.session → engine.rollback",
+    "verify.probe → verify.recorder → verify.probe",
+]
+"""Those that are still there. Nothing is added here; what is resolved goes."""
 
 
-def rooms_imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, room) of every import of shardwise, those inside functions included. `package` is where the file lies."""
+def rooms_of(contributing: str) -> dict[str, set[str]]:
+    """What each room may import besides itself, `config` and `errors`, from the table in CONTRIBUTING.md."""
+    cells = {room: allowed for room, _, allowed in ROW.findall(contributing)}
+    for room, cell in cells.items():
+        assert cell in ("nothing", "everything") or NAMES.fullmatch(cell), f"CONTRIBUTING.md, {room}: {cell!r}"
+    rooms = {
+        room: set(cells) if cell == "everything" else set(re.findall(r"\w+", cell)) for room, cell in cells.items()
+    }
+    return {room: allowed - {"nothing"} for room, allowed in rooms.items()}
+
+
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()
+ALLOWED = rooms_of(CONTRIBUTING)
+
+
+def modules_imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of shardwise, wherever it stands. `package` is where the file lies. What follows
+    `import` may be a module or a name in one; the facade `shardwise` stands for the module where the name is at home."""
     for node in ast.walk(ast.parse(source)):
         modules: list[str] = []
         if isinstance(node, ast.Import):
@@ -58,24 +57,21 @@ def rooms_imported(source: str, package: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *base.split(".")]
-                ).strip(".")
-            # `from shardwise import Session` reaches into the room where Session is at home
-            modules = (
-                [shardwise._HOMES.get(a.name, f"shardwise.{a.name}") for a in node.names]
-                if base == "shardwise"
-                else [base]
-            )
+                above = package.split(".")
+                base = ".".join([*above[: len(above) - node.level + 1], *base.split(".")]).strip(".")
+            modules = [
+                shardwise._HOMES.get(a.name, f"shardwise.{a.name}") if base == "shardwise" else f"{base}.{a.name}"
+                for a in node.names
+            ]
         for module in modules:
-            top, _, rest = module.partition(".")
-            if top == "shardwise" and rest:
-                yield node.lineno, rest.partition(".")[0]
+            if module.startswith("shardwise."):
+                yield node.lineno, module.removeprefix("shardwise.")
 
 
 def forbidden_in(source: str, room: str, package: str) -> list[str]:
     allowed = ALLOWED[room] | {room, "config", "errors", "__version__"}
-    return [f"line {line}: {other}" for line, other in rooms_imported(source, package) if other not in allowed]
+    rooms = dict.fromkeys((line, module.partition(".")[0]) for line, module in modules_imported(source, package))
+    return [f"line {line}: {other}" for line, other in rooms if other not in allowed]
 
 
 FILES = sorted(file for room in ALLOWED for file in (SOURCE / room).rglob("*.py"))
@@ -90,7 +86,96 @@ def test_a_room_imports_only_what_lies_below_it(file: Path) -> None:
 
 def test_every_room_has_its_row_in_the_table() -> None:
     rooms = {folder.name for folder in SOURCE.iterdir() if any(folder.glob("*.py"))}
-    assert rooms - {"__pycache__"} == set(ALLOWED), "a new room says here what it may import"
+    assert rooms == set(ALLOWED), "a new room says in CONTRIBUTING.md what it may import"
+    assert set().union(*ALLOWED.values()) <= rooms, "the table names a room that is not there"
+
+
+def test_files_named_in_the_table_exist() -> None:
+    for room, text, _ in ROW.findall(CONTRIBUTING):
+        for name in re.findall(r"`(\w+\.py)`", text):
+            assert (SOURCE / room / name).exists(), f"CONTRIBUTING.md, {room}: {name}"
+
+
+def test_a_cell_of_the_table_that_cannot_be_read_is_an_error() -> None:
+    assert rooms_of("| `src/shardwise/a/` | x | nothing |\n| `src/shardwise/b/` | x | `a`, `c` |\n") == {
+        "a": set(),
+        "b": {"a", "c"},
+    }
+    with pytest.raises(AssertionError, match="all of the above"):
+        rooms_of("| `src/shardwise/a/` | x | all of the above |\n")
+
+
+def import_graph(sources: dict[str, str], packages: set[str]) -> dict[str, set[str]]:
+    """Which module imports which. A package that a module lies in is imported with it by Python itself: that does not count."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        package = f"shardwise.{module}" if module in packages else f"shardwise.{module}".rpartition(".")[0]
+        names = {name for _, name in modules_imported(source, package)}
+        graph[module] = {name if name in sources else name.rpartition(".")[0] for name in names} & (
+            sources.keys() - {module}
+        )
+    return graph
+
+
+def cycles_in(graph: dict[str, set[str]]) -> list[str]:
+    """The shortest cycle through every import that lies on one, each told once."""
+    found = set()
+    for module, imported in graph.items():
+        for start in imported:
+            if back := shortest_path(graph, start, module):
+                first = back.index(min(back))
+                found.add(" → ".join([*back[first:], *back[:first], back[first]]))
+    return sorted(found)
+
+
+def shortest_path(graph: dict[str, set[str]], start: str, end: str) -> list[str]:
+    paths = [[start]]
+    seen = {start}
+    for path in paths:
+        if path[-1] == end:
+            return path
+        fresh = sorted(graph[path[-1]] - seen)
+        seen.update(fresh)
+        paths.extend([*path, module] for module in fresh)
+    return []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """The facade `shardwise/__init__.py` is left out: it names what users import, and nothing of it is imported in here
+    but the version."""
+    sources, packages = {}, set()
+    for file in sorted(SOURCE.rglob("*.py")):
+        parts = file.relative_to(SOURCE).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+            packages.add(".".join(parts))
+        if parts:
+            sources[".".join(parts)] = file.read_text()
+    cycles = cycles_in(import_graph(sources, packages))
+    assert [cycle for cycle in cycles if cycle not in KNOWN_CYCLES] == [], "modules that import each other"
+    assert [cycle for cycle in KNOWN_CYCLES if cycle not in cycles] == [], "resolved: take it out of KNOWN_CYCLES"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from shardwise.a.one import x",
+        "import shardwise.a.one",
+        "from . import one",
+        "from .one import x",
+        "if TYPE_CHECKING:\n    from shardwise.a.one import x",
+        "def f():\n    from shardwise.a import one",
+    ],
+)
+def test_a_cycle_is_seen_however_it_is_written(line: str) -> None:
+    sources = {"a": "", "a.one": "from shardwise.b import two", "b": "", "b.two": "from shardwise.a import three"}
+    assert cycles_in(import_graph({**sources, "a.three": ""}, {"a", "b"})) == []
+    assert cycles_in(import_graph({**sources, "a.three": line}, {"a", "b"})) == ["a.one → b.two → a.three → a.one"]
+
+
+def test_a_package_and_its_own_module_may_form_a_cycle_too() -> None:
+    sources = {"a": "from shardwise.a.one import x", "a.one": "from shardwise.a import y"}
+    assert cycles_in(import_graph(sources, {"a"})) == ["a → a.one → a"]
 
 
 def test_the_engine_knows_nothing_of_what_is_built_on_it() -> None:
