@@ -293,4 +293,4 @@ def test_waiting_is_not_needed_for_help(tmp_path: Path) -> None:
     )
     done = run_program([sys.executable, "-c", check], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "still to come" in done.stdout
+    assert "The first thing to try" in done.stdout
