@@ -82,7 +82,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
         if session.world.is_first:
             device = torch.cuda.get_device_name() if session.world.device.type == "cuda" else f"{os.cpu_count()} cores"
             first, *rest = stalls["async"]
-            size = sum(file.stat().st_size for file in next(session.store.folder.glob("step-*")).iterdir())
+            size = sum(file.stat().st_size for file in next(session.checkpoints.store.folder.glob("step-*")).iterdir())
             print(
                 f"| {device}, {session.world.size} × {strategy} | {layers * width**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
                 f"{statistics.median(stalls['sync']):.3f} s | {first:.3f} s | {statistics.median(rest):.3f} s "

@@ -89,8 +89,8 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     from shardwise import Session
     from shardwise.checkpoint.state import local_part
     from shardwise.config import parse_config
-    from shardwise.config.mesh_shape import copies_on
-    from shardwise.parallel.replicate import gradient_bytes
+    from shardwise.parallel import strategy_for
+    from shardwise.parallel.compression import gradient_bytes
 
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29571"
@@ -120,7 +120,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
         session.world.sum(0.0)
         sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - sent
         state = local_part(session.parts.optimizer).state
-        whole = sum(parameter.numel() * 4 for parameter in session.parts.spread.whole.parameters())
+        whole = sum(parameter.numel() * 4 for parameter in session.parts.strategy.whole.parameters())
         from torch.distributed.fsdp import FSDPModule
 
         for module in session.model.modules():  # the outermost unit stays gathered after the backward pass of a step
@@ -132,9 +132,9 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
             "optimizer": sum(_held(t) for each in state.values() for t in each.values() if t.ndim) / (2 * whole),
             "sent": sent / STEPS / size / 1e6,
             "whole": whole / 1e6,
-            "compressed": gradient_bytes(session.parts.spread.whole, config.training.ddp)[1] / 1e6,
+            "compressed": gradient_bytes(session.parts.strategy.whole, config.training.ddp)[1] / 1e6,
             "outside": 1
-            - sum(p.numel() * 4 for b in session.task.blocks(session.parts.spread.whole) for p in b.parameters())
+            - sum(p.numel() * 4 for b in session.task.blocks(session.parts.strategy.whole) for p in b.parameters())
             / whole,
             "seconds": statistics.median(times[3:]),
         }

@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 # Loaded on first use: `shardwise --help` must not wait for torch.
 _HOMES = {
     "Session": "shardwise.engine.session",
-    "StepResult": "shardwise.engine.step",
+    "StepResult": "shardwise.engine.step_result",
+    "Observer": "shardwise.engine.observers",
     "Task": "shardwise.tasks",
     "Loss": "shardwise.tasks",
     "Rows": "shardwise.tasks",
@@ -28,6 +29,7 @@ __all__ = [
     "Config",
     "DataBlock",
     "Loss",
+    "Observer",
     "Rows",
     "Session",
     "ShardwiseError",
@@ -41,8 +43,9 @@ if TYPE_CHECKING:
     from shardwise.config import Block, Config, DataBlock, load_config
     from shardwise.config.schema import hub_name
     from shardwise.data import BatchedSamples
+    from shardwise.engine.observers import Observer
     from shardwise.engine.session import Session
-    from shardwise.engine.step import StepResult
+    from shardwise.engine.step_result import StepResult
     from shardwise.errors import ShardwiseError
     from shardwise.tasks import Loss, Rows, Task
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, Saver, load_into, load_model
+from shardwise.checkpoint import CheckpointStore, Saver, load_into, load_model
 from shardwise.checkpoint import saver as saver_room
 from shardwise.checkpoint import state as state_room
 from shardwise.checkpoint import tensors as tensors_room

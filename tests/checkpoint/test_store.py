@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.checkpoint import CheckpointStore, Progress, Saver, load_into
+from shardwise.checkpoint import CheckpointStore, Saver, load_into
 from shardwise.checkpoint import store as store_room
 from shardwise.data import Cursor
 from shardwise.data import manifest as manifest_room

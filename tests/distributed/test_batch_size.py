@@ -61,7 +61,7 @@ def test_batch_norms_statistics_are_put_back(ranks: RankPool, tmp_path: Path) ->
 
 def _tracked(session: Any) -> int:
     assert all(parameter.grad is None for parameter in session.parts.parameters)
-    return int(session.parts.spread.module.state_dict()["1.num_batches_tracked"])
+    return int(session.parts.strategy.module.state_dict()["1.num_batches_tracked"])
 
 
 def test_the_size_is_said_written_down_and_kept_on_resume(ranks: RankPool, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _disk_full_on_rank_one(session: Any) -> tuple[list[tuple[int, str | None]], 
     session.step(next(batches))
     session.save()
     session.wait()
-    return heard, session.steps_done, sorted(path.name for path in session.store.folder.iterdir())
+    return heard, session.steps_done, sorted(path.name for path in session.checkpoints.store.folder.iterdir())
 
 
 def _no_space(folder: Path, files: Any) -> Any:
@@ -151,4 +151,4 @@ def _full_and_waited_for(session: Any) -> tuple[list[str], int, list[str]]:
         state.write_files = write_files
     session.step(next(batches))
     session.save()
-    return heard, session.steps_done, sorted(path.name for path in session.store.folder.iterdir())
+    return heard, session.steps_done, sorted(path.name for path in session.checkpoints.store.folder.iterdir())

@@ -99,7 +99,7 @@ def test_where_ranks_share_one_copy_of_the_model_they_go_back_together(
 
 
 def _train(session: Any, skipped_batches: Any = (), until: int | None = None) -> dict[str, Any]:
-    session.skipped_batches = list(skipped_batches)
+    session.state.skipped_batches = list(skipped_batches)
     session.resume("auto")
     if not session.steps_done:
         session.save()
@@ -114,7 +114,7 @@ def _train(session: Any, skipped_batches: Any = (), until: int | None = None) ->
             break
     return {
         "rollbacks": rollbacks,
-        "skipped_batches": session.skipped_batches,
+        "skipped_batches": session.state.skipped_batches,
         "steps": session.steps_done,
         "skipped": session.skipped_steps,
         "weights": work.full_weights(session),
@@ -218,7 +218,7 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_as_they_were(
 def _statistics(session: Any) -> tuple[int, bool, int]:
     for batch in session.batches():
         session.step(batch)
-    state = session.parts.spread.module.state_dict()
+    state = session.parts.strategy.module.state_dict()
     finite = all(bool(state[f"1.running_{name}"].isfinite().all()) for name in ("mean", "var"))
     return int(state["1.num_batches_tracked"]), finite, session.skipped_steps
 

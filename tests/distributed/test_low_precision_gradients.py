@@ -20,7 +20,7 @@ def norms_of_the_first_step(overrides: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     with Session(config_of(TEXT, overrides)) as session:
         session.prepare()
-        spread, original = session.parts.spread, step_module.global_norm
+        spread, original = session.parts.strategy, step_module.global_norm
 
         def look(grads: list[torch.Tensor]) -> torch.Tensor:
             for name, parameter in spread.module.named_parameters():

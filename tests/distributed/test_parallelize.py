@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.engine.session import Session
-from shardwise.parallel.shard import sharding_units
+from shardwise.parallel.strategies.fsdp import sharding_units
 from shardwise.parallel.weights import materialize
 from tests.distributed import work
 from tests.distributed.pool import RankPool
@@ -50,7 +50,7 @@ def _built(strategy: str) -> dict[str, Any]:
 
 
 def _look(session: Any) -> dict[str, Any]:
-    return {"weights": work.full_weights(session), "slope": dict(session.parts.spread.module.named_buffers())["slope"]}
+    return {"weights": work.full_weights(session), "slope": dict(session.parts.strategy.module.named_buffers())["slope"]}
 
 
 def test_under_fsdp_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(ranks: RankPool) -> None:

@@ -132,7 +132,7 @@ def _train_with_a_huge_scale(session: Any) -> dict[str, Any]:
     session.parts.scaler.load_state_dict({**session.parts.scaler.state_dict(), "scale": 2.0**40})
     record: dict[str, Any] = {"skipped": [], "weight": [float(work.full_weights(session)["norm.weight"].sum())]}
     for _ in range(6):  # 2^40 is halved at every step until the gradients fit
-        session.cursor = type(session.cursor)(0, 0)
+        session.state.cursor = type(session.cursor)(0, 0)
         session.steps_done = 0
         for batch in session.batches():
             record["skipped"].append(session.step(batch).skipped)

@@ -135,7 +135,7 @@ def test_stages_are_cut_to_equal_parameters_or_equal_time(
 
 
 def _edges(session: Any) -> list[int]:
-    return list(session.parts.spread.pipeline.edges)
+    return list(session.strategy.model.edges)
 
 
 # ---------------------------------------------------------------- resume and re-sharding
@@ -198,7 +198,7 @@ def test_powersgd_on_other_ranks_starts_its_memory_anew_and_says_so(fresh_ranks:
 
 def _forgot(session: Any) -> bool:
     session.resume("latest")
-    return bool(session.forgot_compression)
+    return bool(session.extra_state_lost)
 
 
 # ---------------------------------------------------------------- compressed gradients

@@ -78,7 +78,7 @@ def resumed_bit_for_bit(
 def full_weights(session: Session) -> dict[str, torch.Tensor]:
     """The whole model on every rank, whatever the strategy."""
     options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(session.parts.spread.module, options=options)
+    state = get_model_state_dict(session.parts.strategy.module, options=options)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.engine import optimizer as optimizer_module
 from shardwise.engine.session import Session
-from shardwise.engine.step import Parts
+from shardwise.engine.parts import Parts
 from shardwise.errors import NonFiniteError
 from shardwise.tasks import Loss
 from tests.distributed import work

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import resolve_batching, with_batch_size
-from shardwise.engine.batch_size import _dividing, largest, settled_before
+from shardwise.engine.batch_size import _dividing, largest, found_before
 from shardwise.errors import ConfigError
 from tests.tasks import config_of
 
@@ -44,9 +44,9 @@ def test_auto_must_be_found_before_it_can_be_reckoned_with() -> None:
 
 def test_a_run_that_goes_on_takes_the_size_that_it_began_with(tmp_path: Path) -> None:
     config = config_of("task: chess\ntraining: {batch_size: auto}\n", [f"run_dir={tmp_path}"])
-    assert settled_before(config).training.batch_size == "auto"
+    assert found_before(config).training.batch_size == "auto"
     (tmp_path / "config.yaml").write_text("training: {batch_size: 6}\n")
-    assert settled_before(config).training.batch_size == 6
+    assert found_before(config).training.batch_size == 6
     (tmp_path / "config.yaml").write_text("training: {batch_size: {}\n")
-    assert settled_before(config).training.batch_size == "auto"
-    assert settled_before(with_batch_size(config, 3)).training.batch_size == 3
+    assert found_before(config).training.batch_size == "auto"
+    assert found_before(with_batch_size(config, 3)).training.batch_size == 3

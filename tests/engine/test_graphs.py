@@ -22,7 +22,7 @@ from shardwise.engine.batch_plan import BatchPlan
 from shardwise.engine.fit import fit
 from shardwise.engine.graphs import WATCHED, Graphs
 from shardwise.engine.session import Session
-from shardwise.engine.step import StepResult
+from shardwise.engine.step_result import StepResult
 from shardwise.errors import ConfigError, OutOfMemory, ShardwiseError
 from shardwise.kernels.regions import Regions, compile_regions
 from shardwise.parallel import World
@@ -52,7 +52,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     limit = torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit)
     with limit, Session(config_of(TEXT, work.folder_of(tmp_path))) as session:
         session.prepare()
-        spread = session.parts.spread
+        spread = session.parts.strategy
         spread.regions = compile_regions(session.task.blocks(spread.module), backend="eager", one_size=True)
         monkeypatch.setattr(Graphs, "_memory_used", lambda self: 0.1)
         yield session
@@ -96,7 +96,7 @@ def test_where_the_device_waits_for_the_host_blocks_are_recorded(
     ],
 )
 def test_where_it_pays_only(session: Session, steps: dict[str, Any], recorded: bool) -> None:
-    session.parts.spread.regions.seconds = 5.0  # type: ignore[union-attr]
+    session.parts.strategy.regions.seconds = 5.0  # type: ignore[union-attr]
     assert watched(graphs_of(session, "auto"), **steps) is recorded
 
 
@@ -124,7 +124,7 @@ def test_there_must_be_room(session: Session, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_model_that_does_not_compile_is_not_recorded(session: Session) -> None:
     graphs = graphs_of(session, "auto")
-    session.parts.spread.regions.give_up(RuntimeError("no such instruction"))  # type: ignore[union-attr]
+    session.parts.strategy.regions.give_up(RuntimeError("no such instruction"))  # type: ignore[union-attr]
     assert not watched(graphs)
 
 
@@ -139,11 +139,11 @@ def _other_sizes(session: Session) -> None:
 
 
 def _compiles_nothing(session: Session) -> None:
-    session.parts.spread.regions = None
+    session.parts.strategy.regions = None
 
 
 def _has_no_blocks(session: Session) -> None:
-    session.parts.spread.regions = compile_regions([])
+    session.parts.strategy.regions = compile_regions([])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_error_of_recording_says_what_to_do_and_others_what_they_are(
     session: Session, problem: str, kind: type[Exception], said: str
 ) -> None:
     session.graphs = graphs_of(session, True)
-    block = session.task.blocks(session.parts.spread.module)[-1]
+    block = session.task.blocks(session.parts.strategy.module)[-1]
     block.register_forward_hook(lambda block, given, result: Fails.apply(result, problem))
     with pytest.raises(kind, match=said) as raised:
         steps_of(session, 1)
@@ -305,7 +305,7 @@ def test_a_run_is_watched_recorded_and_tells_of_it(
     monkeypatch.setattr(graphs_module, "MOST_WAITING", 2.0)
     monkeypatch.setattr(Graphs, "_memory_used", lambda self: 0.1)
     monkeypatch.setattr(
-        Graphs, "of", classmethod(lambda cls, parts, *given: cls(parts, parts.spread.regions, now=False))
+        Graphs, "of", classmethod(lambda cls, parts, *given: cls(parts, parts.strategy.regions, now=False))
     )
     marked, replayed = [], []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(True))

@@ -87,7 +87,7 @@ def test_long_runs_on_a_gpu_are_compiled(
     config = config_of(TEXT, [f"training.max_steps={steps}", "training.max_epochs=99", *work.folder_of(tmp_path)])
     with Session(config) as session:
         session.prepare()
-        assert session.parts.spread.regions is None, "not on a CPU"
+        assert session.parts.strategy.regions is None, "not on a CPU"
         monkeypatch.setattr(session.world, "device", torch.device("cuda"))
         assert session._compiles() is compiles
         monkeypatch.setattr(session.world, "device", torch.device("cpu"))

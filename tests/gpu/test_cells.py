@@ -91,6 +91,6 @@ def test_a_run_measures_before_it_begins_and_prefers_what_it_found(ranks: RankPo
 
 
 def _preferred(session: Any) -> tuple[Any, set[Any]]:
-    blocks = session.parts.spread.module.blocks
+    blocks = session.parts.strategy.module.blocks
     shape = session.task._attention_shape(6)
     return remembered_backend(shape, measured_attention()), {block.attention_backend for block in blocks}

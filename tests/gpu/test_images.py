@@ -38,7 +38,7 @@ def test_on_one_rank_batch_norm_stays_as_it_is_unless_asked(ranks: RankPool) -> 
 
 
 def _norms_and_losses(session: Any) -> tuple[set[type], list[float]]:
-    norms = {type(module) for module in session.parts.spread.module.modules() if isinstance(module, _BatchNorm)}
+    norms = {type(module) for module in session.parts.strategy.module.modules() if isinstance(module, _BatchNorm)}
     return norms, [session.loss(session.step(batch)) for batch in session.batches()]
 
 

@@ -129,7 +129,7 @@ def test_a_padded_run_measures_before_it_begins_and_prefers_what_it_found(ranks:
 
 
 def _preferred(session: Any) -> tuple[Any, set[Any]]:
-    modules = session.parts.spread.module.modules()
-    shape = session.task._attention_shape(session.parts.spread.module)
+    modules = session.parts.strategy.module.modules()
+    shape = session.task._attention_shape(session.parts.strategy.module)
     preferred = {module.attention_backend for module in modules if hasattr(module, "is_causal")}
     return remembered_backend(shape, measured_attention()), preferred

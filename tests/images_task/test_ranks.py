@@ -94,7 +94,7 @@ def _orders(session: Any) -> tuple[set[str], str, set[str]]:
     def weights() -> set[str]:
         # A 1 × 1 convolution is in both orders at once.
         found = [
-            weight for weight in session.parts.spread.module.parameters() if weight.dim() == 4 and weight.shape[3] > 1
+            weight for weight in session.parts.strategy.module.parameters() if weight.dim() == 4 and weight.shape[3] > 1
         ]
         assert found
         return {_order(weight) for weight in found}

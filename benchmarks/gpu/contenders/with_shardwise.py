@@ -13,7 +13,7 @@ from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import CLIP, DEVICE, LEARNING_RATE, SEED, WEIGHT_DECAY
 from shardwise import Session
 from shardwise.config import parse_config
-from shardwise.engine.step import StepResult
+from shardwise.engine.step_result import StepResult
 
 
 def train(

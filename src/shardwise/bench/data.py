@@ -59,14 +59,7 @@ class Profile:
 
 def profile_data(config: Config, workers: list[int], steps: int, cores: int) -> Profile:
     """On one device, as one rank of the run would have it."""
-    alone = config.model_copy(
-        update={
-            "training": config.training.model_copy(
-                update={"num_gpus": None, "num_nodes": 1, "strategy": "single", "fsdp": None, "total_batch_size": None}
-            )
-        }
-    )
-    with Session(alone) as session:
+    with Session(config.on_one_device()) as session:
         session.prepare()
         costs = _costs(session, steps)
         paces = [_pace(session, number, steps) for number in workers]

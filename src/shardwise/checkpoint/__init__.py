@@ -4,13 +4,12 @@ Knows the world of ranks and the data cursor; nothing of the loop.
 """
 
 from shardwise.checkpoint.saver import Saver, Written
-from shardwise.checkpoint.state import Progress, go_on_from, load_into, load_model, load_rank_local
+from shardwise.checkpoint.state import go_on_from, load_into, load_model, load_rank_local
 from shardwise.checkpoint.store import CheckpointStore, Found
 
 __all__ = [
     "CheckpointStore",
     "Found",
-    "Progress",
     "Saver",
     "Written",
     "go_on_from",

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.state import Progress, stage_from, write_staged
+from shardwise.checkpoint.state import OnPhase, stage_from, write_staged
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.checkpoint.tensors import Stage
 from shardwise.errors import CheckpointError
@@ -66,6 +67,8 @@ class Saver:
         # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
         self._apart = world.apart()
         self._stage = Stage(world.rank, world.device, room)
+        self.on_phase: OnPhase = lambda phase: None
+        """Called by the thread that writes. What it raises keeps the checkpoint from being made."""
         self._watched: torch.optim.Optimizer | None = None
         self._thread: threading.Thread | None = None
         self._written: list[Written] = []
@@ -89,10 +92,12 @@ class Saver:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        progress: Progress,
+        step: int,
+        about: dict[str, Any],
         own: dict[str, torch.Tensor] | None = None,
     ) -> Path:
-        """Copy the state, and leave it to the thread. Returns where the checkpoint will be."""
+        """Copy the state, and leave it to the thread. Returns where the checkpoint will be. `about`: what else is to be
+        remembered, as JSON knows it. `own`: tensors of this rank alone."""
         began = time.perf_counter()
         self._join(None)
         if optimizer is not self._watched:
@@ -102,12 +107,12 @@ class Saver:
         stall = time.perf_counter() - began
         # A daemon: when a run breaks off, it must not wait for peers that are gone.
         self._thread = threading.Thread(
-            target=self._write, args=(progress, began, stall), name="checkpoint", daemon=True
+            target=self._write, args=(step, about, began, stall), name="checkpoint", daemon=True
         )
         self._thread.start()
         if not self._stage.copied:
             self._join(None)
-        return self.store.place(progress.step)
+        return self.store.place(step)
 
     def finished(self) -> list[Written]:
         """What has been written, or failed to be, since the last call. Costs nothing while one is under way."""
@@ -133,14 +138,14 @@ class Saver:
                 self._alive()
             self._thread.join(1.0 if seconds is None else min(1.0, seconds - waited))
 
-    def _write(self, progress: Progress, began: float, stall: float) -> None:
-        path, cause = self.store.place(progress.step), None
+    def _write(self, step: int, about: dict[str, Any], began: float, stall: float) -> None:
+        path, cause = self.store.place(step), None
         try:
-            path = write_staged(self._stage, progress, self.store, self._apart)
+            path = write_staged(self._stage, step, about, self.store, self._apart, self.on_phase)
             if self.world.is_first:
                 with contextlib.suppress(OSError):  # tried again at the next one
                     self._retire()
         except Exception as error:  # whatever it is, training must hear of it: nobody else sees what a thread raises
             cause = error
         seconds = time.perf_counter() - began
-        self._written.append(Written(progress.step, path, stall if self._stage.copied else seconds, seconds, cause))
+        self._written.append(Written(step, path, stall if self._stage.copied else seconds, seconds, cause))

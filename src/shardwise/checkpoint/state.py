@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,44 +29,13 @@ from shardwise.checkpoint.tensors import (
     write_files,
     write_index,
 )
-from shardwise.data import Cursor
-from shardwise.data.manifest import Condition, FileEntry, condition_of, read_manifest
+from shardwise.data.manifest import Condition, FileEntry, condition_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Everything but the tensors. Random states are not here: they follow from the seed and the step."""
-
-    step: int
-    cursor: Cursor
-    skipped_steps: int
-    metric: float | None
-    best_metric: float | None
-    scaler: dict[str, Any]
-    global_batch: int
-    samples: int
-    seed: int
-    order: str = ""
-    """The name of the order in which samples come, to notice a resume in another one."""
-    skipped_batches: list[tuple[int, int]] = field(default_factory=list)
-    """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
-    recent_losses: list[float] = field(default_factory=list)
-    """Of the last steps, where spikes are watched for: a resumed run must find the same ones."""
-
-    @classmethod
-    def read(cls, folder: Path) -> Progress:
-        try:
-            fields = dict(read_manifest(folder)["about"])
-            fields.setdefault("skipped_batches", fields.pop("left_out", []))  # its name in version 0.1.0
-            skipped_batches = [(int(epoch), int(consumed)) for epoch, consumed in fields["skipped_batches"]]
-            return cls(**{**fields, "cursor": Cursor(**fields["cursor"]), "skipped_batches": skipped_batches})
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"checkpoint {folder} was not written by this version of shardwise: {error}"
-            ) from None
+OnPhase = Callable[[Literal["write", "flush", "commit"]], None]
+"""Called as each phase begins: files are written, each is flushed, rank 0 makes the checkpoint visible."""
 
 
 def stage_from(
@@ -100,33 +68,46 @@ def stage_from(
         raise CheckpointError(f"the model's state cannot be kept in a checkpoint: {_first_cause(error)}") from error
 
 
-def write_staged(stage: Stage, progress: Progress, store: CheckpointStore, world: World) -> Path:
-    """All ranks write their files aside, rank 0 puts the manifest beside them and renames the folder into place."""
-    aside = Path(_on_first(world, "prepare the checkpoint folder", lambda: str(store.begin(progress.step))))
+def write_staged(
+    stage: Stage,
+    step: int,
+    about: dict[str, Any],
+    store: CheckpointStore,
+    world: World,
+    on_phase: OnPhase = lambda phase: None,
+) -> Path:
+    """All ranks write their files aside, rank 0 puts the manifest beside them and renames the folder into place. `about`: what
+    else is to be remembered, as JSON knows it."""
+    aside = Path(_on_first(world, "prepare the checkpoint folder", lambda: str(store.begin(step))))
     files: dict[str, FileEntry] = {}
     problem = ""
     stage.settle()
     try:
-        files = write_files(aside, stage.files)
+        on_phase("write")
+        files = write_files(aside, stage.files, lambda: on_phase("flush"))
         if stage.index is not None:
             files[INDEX] = write_index(aside, stage.index)
     except Exception as error:  # the other ranks wait below, whatever it is
         problem = f"rank {world.rank}: {error if isinstance(error, OSError) else repr(error)}"
     everyone = world.gather(({name: asdict(entry) for name, entry in files.items()}, problem))
     if problems := [problem for _, problem in everyone if problem]:
-        _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(progress.step))
+        _on_first(world, "remove an unfinished checkpoint", lambda: store.discard(step))
         raise CheckpointError(
-            f"the checkpoint of step {progress.step} could not be written to {store.folder}: {'; '.join(problems)}"
+            f"the checkpoint of step {step} could not be written to {store.folder}: {'; '.join(problems)}"
         )
     every_file = {name: FileEntry(**entry) for part, _ in everyone for name, entry in part.items()}
-    fields = json.loads(json.dumps(asdict(progress)))
-    return Path(_on_first(world, "commit the checkpoint", lambda: str(store.commit(progress.step, every_file, fields))))
+
+    def commit() -> str:
+        on_phase("commit")
+        return str(store.commit(step, every_file, about))
+
+    return Path(_on_first(world, "commit the checkpoint", commit))
 
 
 def load_into(
     model: nn.Module, optimizer: torch.optim.Optimizer, which: str, store: CheckpointStore, world: World
-) -> tuple[Path, Progress] | None:
-    """Load `auto`, `latest` or a path."""
+) -> Path | None:
+    """Load `auto`, `latest` or a path. Returns which it was; None: there is none."""
     path = _choose(which, store, world)
     if path is None:
         return None
@@ -141,7 +122,7 @@ def load_into(
         model_state_dict=state["model"],
         optim_state_dict={"state": state["optimizer"], "param_groups": groups},
     )
-    return path, Progress.read(path)
+    return path
 
 
 def load_rank_local(path: Path, world: World) -> dict[str, torch.Tensor] | None:

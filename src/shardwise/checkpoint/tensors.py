@@ -269,10 +269,12 @@ def _chunk_key(name: str, offsets: Iterable[int], sizes: Iterable[int], whole: I
 # ---------------------------------------------------------------- to disk
 
 
-def write_files(folder: Path, files: list[StagedFile]) -> dict[str, FileEntry]:
+def write_files(
+    folder: Path, files: list[StagedFile], before_flush: Callable[[], None] = lambda: None
+) -> dict[str, FileEntry]:
     """Written, and flushed to disk, side by side; their checksums are computed on the way."""
     with ThreadPoolExecutor(THREADS, "checkpoint") as pool:
-        entries = pool.map(lambda file: _write_file(folder / file.name, file), files)
+        entries = pool.map(lambda file: _write_file(folder / file.name, file, before_flush), files)
         return {file.name: entry for file, entry in zip(files, entries, strict=True)}
 
 
@@ -281,7 +283,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> FileEntry:
     return _write_file(folder / INDEX, StagedFile(INDEX, b"", [text]))
 
 
-def _write_file(path: Path, file: StagedFile) -> FileEntry:
+def _write_file(path: Path, file: StagedFile, before_flush: Callable[[], None] = lambda: None) -> FileEntry:
     digest = hashlib.sha256()
     size = 0
     with path.open("xb", buffering=0) as stream:
@@ -291,6 +293,7 @@ def _write_file(path: Path, file: StagedFile) -> FileEntry:
                 written += stream.write(piece[written:]) or 0
             digest.update(piece)
             size += len(piece)
+        before_flush()
         os.fsync(stream.fileno())
     return FileEntry(size, digest.hexdigest())
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(store: CheckpointStore) -> int:
-    from shardwise.checkpoint import Progress
+    from shardwise.engine.state import RunState
     from shardwise.errors import CheckpointError
 
     every = store.every()
@@ -47,7 +47,7 @@ def _list(store: CheckpointStore) -> int:
         size = f"{sum(file.stat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
         try:
-            epoch = str(Progress.read(found.path).cursor.epoch)
+            epoch = str(RunState.of_checkpoint(found.path).cursor.epoch)
         except CheckpointError:
             epoch = "?"
         metric = "" if found.metric is None else f"{found.metric:.4g}"

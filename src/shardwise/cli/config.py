@@ -61,27 +61,25 @@ def _show(args: argparse.Namespace) -> int:
 
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
     from shardwise.config.load import OWN, make_task
+    from shardwise.engine.batch_plan import check_plan
     from shardwise.launch.local import local_rank_count
-    from shardwise.parallel import Layout, World, refuse_incompatible
     from shardwise.watch.run_folder import dump_config
 
     config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
-    strategy, device = config.strategy_on(world), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    strategy = check_plan(config, world, "cuda" if torch.cuda.is_available() else "cpu")
     if training.batch_size == "auto":
         print(dump_config(config), end="")
         print(
-            f"\n# devices              {world}, strategy {strategy}\n# batch size           found when the run begins"
+            f"\n# devices              {world}, strategy {strategy.name}\n# batch size           found when the run begins"
         )
         return 0
-    layout = Layout.of(strategy, training, World(rank=0, size=world, device=device, local_rank=0, connected=False))
-    batching = resolve_batching(training, layout.data_size)
-    refuse_incompatible(strategy, training, layout, batching.accumulation)
+    batching = resolve_batching(training, strategy.copies(world))
     lr = resolve_learning_rate(training, batching.global_batch)
     print(dump_config(config), end="")
     print("\n# what follows from it")
-    print(f"# devices              {world}, strategy {config.strategy_on(world)}")
+    print(f"# devices              {world}, strategy {strategy.name}")
     print(
         f"# effective batch size {batching.global_batch} = {batching.batch_size} per device × {batching.accumulation} "
         f"accumulation × {batching.world} {'devices' if batching.world == world else 'copies of the model'}"

@@ -6,11 +6,16 @@ is the same for every task.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
 
-Strategy = Literal["single", "dp", "ddp", "zero1", "fsdp", "pipeline", "tensor"]
+from shardwise.config.strategies import ALONE, TOGETHER, built_in
+
+if TYPE_CHECKING:
+    Strategy = str
+else:
+    Strategy = Literal[built_in()]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
 
 
@@ -301,6 +306,20 @@ class Training(Block):
         return self
 
     @property
+    def watches_loss(self) -> bool:
+        """Whether the loss of all ranks must be known before the update. Otherwise a bad loss is told at the next step."""
+        return self.on_spike != "ignore" or self.on_nonfinite == "rollback"
+
+    @property
+    def may_skip(self) -> bool:
+        """Steps whose numbers are bad may be left out."""
+        return "skip" in (self.on_spike, self.on_nonfinite)
+
+    @property
+    def may_roll_back(self) -> bool:
+        return "rollback" in (self.on_spike, self.on_nonfinite)
+
+    @property
     def loggers(self) -> list[Logger]:
         names = self.logger if isinstance(self.logger, list) else [self.logger]
         return [name for name in names if name != "none"]
@@ -330,6 +349,12 @@ class Config(Block):
     def checkpoint_folder(self) -> str:
         return self.training.checkpoint_dir or f"{self.run_folder}/checkpoints"
 
+    def on_one_device(self) -> Config:
+        """The same training without other ranks."""
+        alone = {"num_gpus": None, "num_nodes": 1, "strategy": ALONE, "total_batch_size": None}
+        training = self.training.model_copy(update=alone | dict.fromkeys(("fsdp", "pipeline", "tensor")))
+        return self.model_copy(update={"training": training})
+
     def strategy_on(self, world: int) -> Strategy:
         """The strategy for this many ranks: the one asked for, or the plainest that does it."""
         training = self.training
@@ -341,4 +366,4 @@ class Config(Block):
             return "tensor"
         if training.fsdp is not None:
             return "fsdp"
-        return "single" if world == 1 else "ddp"
+        return ALONE if world == 1 else TOGETHER

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
-from shardwise.data.order import Cursor, GlobalOrder, Indices, cut, shares
+from shardwise.data.order import Cursor, GlobalOrder, Indices, cut
 from shardwise.data.packing import Packed, pack, unpack
 from shardwise.data.seeding import generators_kept, seed_host
 from shardwise.errors import DataError
@@ -87,6 +87,10 @@ class MicroBatch:
     count: int
     """What the loss will be divided by: samples, tokens or voxels of this micro-batch. 0 when borrowed."""
     request: Request
+
+    def idle(self) -> MicroBatch:
+        """The same inputs, for a rank that must compute something and has nothing to count."""
+        return replace(self, count=0, request=replace(self.request, borrowed=True))
 
     def pin_memory(self) -> MicroBatch:
         return replace(self, inputs=_map_tensors(self.inputs, lambda tensor: tensor.pin_memory()))
@@ -336,7 +340,7 @@ class _Requests:
 
     def micro_batches(self) -> Iterator[Request]:
         for batch in self.order.batches(self.start, self.batching.global_batch, self.epochs):
-            mine = shares(batch.indices, self.batching, self.rank)
+            mine = self.order.shares(batch.indices, self.batching, self.rank)
             for position, part in enumerate(mine):
                 # A rank left with nothing runs on a sample of another, weighted 0, to take part in the collectives.
                 yield Request(

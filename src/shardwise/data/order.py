@@ -69,6 +69,10 @@ class GlobalOrder:
                 after = Cursor(epoch, end) if end < self.samples else Cursor(epoch + 1, 0)
                 yield GlobalBatch(self.part(epoch, begin, end), epoch, after)
 
+    def shares(self, indices: Indices, batching: Batching, rank: int) -> list[Indices]:
+        """A rank's micro-batches of a global batch of this order."""
+        return shares(indices, batching, rank)
+
 
 def shares(indices: Indices, batching: Batching, rank: int) -> list[Indices]:
     """This rank's micro-batches of a global batch.

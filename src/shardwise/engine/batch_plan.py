@@ -4,31 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from shardwise.config import Batching, Config, Training, resolve_batching
 from shardwise.config.batching import keep_global_batch
 from shardwise.errors import ConfigError
-from shardwise.parallel import Layout, World, refuse_incompatible
+from shardwise.parallel import Devices, Layout, Strategy, World, refuse, strategy_for
 
 
 def needs_group(config: Config) -> bool | None:
     """Whether even a single rank forms a process group; None: if there are several."""
-    return None if config.strategy_on(1) in ("single", "dp") else True
+    return None if strategy_for(config, 1).one_process else True
+
+
+def check_plan(config: Config, ranks: int, device: str) -> Strategy:
+    """Before anything is launched: refused if the config cannot be run on so many ranks. Returns how it would be."""
+    training, strategy = config.training, strategy_for(config, ranks)
+    finds_batch_size = training.batch_size == "auto"
+    copies = strategy.copies(ranks) * strategy.devices_per_process(device)
+    accumulation = (
+        (training.gradient_accumulation or 1) if finds_batch_size else resolve_batching(training, copies).accumulation
+    )
+    refuse(strategy.refusals(Devices(ranks, device, accumulation, finds_batch_size)))
+    return strategy
 
 
 @dataclass
 class BatchPlan:
-    strategy: str
+    strategy: Strategy
     layout: Layout
     batching: Batching
     chosen_for: int
     """The number of devices that the global batch was chosen for."""
     devices_per_process: int = 1
-    """dp has all of them in one process."""
+    finds_batch_size: bool = False
+    """The size of a micro-batch is still to be found: until then it is 1."""
+    found_how: str = ""
+    """How it was found, where it was looked for."""
 
     @classmethod
-    def of(cls, config: Config, world: World, *, elastic: bool, finds_batch: bool) -> BatchPlan:
+    def of(cls, config: Config, world: World, *, elastic: bool, finds_batch_size: bool) -> BatchPlan:
         """Refused if config and ranks do not go together."""
         training, ranks = config.training, world.size
         if training.num_gpus not in (None, ranks) and not elastic:
@@ -36,23 +49,14 @@ class BatchPlan:
                 f"training.num_gpus: {training.num_gpus}, but {ranks} rank(s) were started. "
                 f"Start {training.num_gpus}, or leave num_gpus out to take what there is"
             )
-        strategy = config.strategy_on(ranks)
-        layout = Layout.of(strategy, training, world)
-        driven = max(1, torch.cuda.device_count()) if strategy == "dp" and world.device.type == "cuda" else 1
+        strategy = strategy_for(config, ranks)
+        layout = Layout(world, strategy.axes(ranks))
+        driven = strategy.devices_per_process(world.device.type)
         devices = layout.data_size * driven
-        place = cls(strategy, layout, resolve_batching(training, devices, elastic=elastic), devices, driven)
-        if finds_batch and strategy == "pipeline":
-            raise ConfigError(
-                "training.batch_size: auto does not go with strategy pipeline: its stages are made for one size of micro-batch"
-            )
-        if training.cuda_graphs is True and world.device.type != "cuda":
-            raise ConfigError("training.cuda_graphs: true needs a CUDA device; auto records where there is one")
-        if training.cuda_graphs is True and finds_batch:
-            raise ConfigError(
-                "training.cuda_graphs: true does not go with batch_size: auto, which leaves no memory for recordings"
-            )
-        place._refuse(training)
-        return place
+        batching = resolve_batching(training, devices, elastic=elastic)
+        plan = cls(strategy, layout, batching, devices, driven, finds_batch_size)
+        plan._refuse()
+        return plan
 
     def keep_batch(self, training: Training, so_far: tuple[int, int] | None) -> str | None:
         """Before a run that goes on by itself is prepared: keep the global batch that it began with.
@@ -65,16 +69,17 @@ class BatchPlan:
         if devices == self.chosen_for or resolve_batching(training, devices, elastic=True).global_batch != before:
             return None  # as before, or asked for otherwise by the user
         self.batching, self.chosen_for = keep_global_batch(self.batching, before), devices
-        self._refuse(training)
+        self._refuse()
         return (
             f"{self.batching.world} devices now, {devices} when the run began: accumulation {self.batching.accumulation}, the "
             f"global batch stays {before}"
         )
 
-    def found_batch(self, training: Training) -> None:
-        """The batch size was looked for, and is known now."""
+    def found_batch_size(self, training: Training, how: str) -> None:
+        """It was looked for, and is known now."""
         self.batching = resolve_batching(training, self.batching.world)
-        self._refuse(training)
+        self.finds_batch_size, self.found_how = False, how
+        self._refuse()
 
     @property
     def per_process(self) -> Batching:
@@ -82,5 +87,6 @@ class BatchPlan:
         driven, batching = self.devices_per_process, self.batching
         return replace(batching, world=batching.world // driven, batch_size=batching.batch_size * driven)
 
-    def _refuse(self, training: Training) -> None:
-        refuse_incompatible(self.strategy, training, self.layout, self.batching.accumulation)
+    def _refuse(self) -> None:
+        world, accumulation = self.layout.world, self.batching.accumulation
+        refuse(self.strategy.refusals(Devices(world.size, world.device.type, accumulation, self.finds_batch_size)))

@@ -11,24 +11,23 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.config import Config, with_batch_size
-from shardwise.data import Reader
+from shardwise.data import GlobalOrder, Reader
 from shardwise.data.seeding import generators_kept
-from shardwise.engine.out_of_memory import host_memory, ran_out
+from shardwise.engine.batch_plan import BatchPlan
+from shardwise.engine.host_memory import host_memory
+from shardwise.engine.out_of_memory import ran_out
+from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, OutOfMemory
 from shardwise.parallel.memory import gib
-
-if TYPE_CHECKING:
-    from shardwise.engine.session import Session
 
 LEFT_FREE = 0.1
 """The share of a device's memory that is kept for fragments, longer samples, and what libraries take."""
@@ -39,17 +38,19 @@ BACKWARD = 2.0
 """On the CPU: the bytes that a forward and backward pass take at their fullest, by those that the forward pass keeps."""
 
 
-def find_batch_size(session: Session) -> tuple[int, str]:
+def find_batch_size(parts: Parts, plan: BatchPlan, data: Any, order: GlobalOrder) -> tuple[int, str]:
     """Every rank comes here together and finds the same. Also returns a sentence on how it was found."""
-    cap = min(AT_MOST[session.world.device.type], max(1, len(session.train_data) // session.batching.world))
-    fits = _Measured(session) if session.world.device.type == "cuda" else _Predicted(session)
+    device, copies = parts.world.device.type, plan.batching.world
+    cap = min(AT_MOST[device], max(1, len(data) // copies))
+    trial = _Trial(parts, plan.devices_per_process, data, order)
+    fits = _Measured(trial) if device == "cuda" else _Predicted(trial)
     found = largest(fits, cap)
     if not found:
         raise ConfigError(
             f"training.batch_size: auto: not even one sample fits: {fits.said()}. Shard the model (training.strategy: fsdp), "
             "recompute activations (training.fsdp.activation_checkpointing: true), or use bf16"
         )
-    chosen = _dividing(found, session.config.training.total_batch_size, session.batching.world)
+    chosen = _dividing(found, parts.config.training.total_batch_size, copies)
     why = f" (up to {found} fit; {chosen} divides training.total_batch_size)" if chosen != found else ""
     most = f", as large as it may be here ({cap})" if found == cap else ""
     return chosen, f"batch_size: auto: {chosen} per device{why}{most}; {fits.said()}"
@@ -69,7 +70,7 @@ def largest(fits: Callable[[int], bool], cap: int) -> int:
     return size
 
 
-def settled_before(config: Config) -> Config:
+def found_before(config: Config) -> Config:
     """A run that goes on has the batch size that was found when it began."""
     if config.training.batch_size != "auto":
         return config
@@ -87,20 +88,20 @@ def _dividing(found: int, total: int | None, world: int) -> int:
 class _Measured:
     """What CUDA's allocator reserves at its fullest, against what there is."""
 
-    def __init__(self, session: Session) -> None:
-        self.session, self.trial = session, _Trial(session)
+    def __init__(self, trial: _Trial) -> None:
+        self.trial, self.world = trial, trial.parts.world
         self.peaks: list[tuple[int, float]] = []
-        device = session.world.device
+        device = self.world.device
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         room = (free + torch.cuda.memory_reserved(device)) * (1 - LEFT_FREE)
-        self.room = min(session.world.gather(room))
+        self.room = min(self.world.gather(room))
 
     def __call__(self, size: int) -> bool:
         # Where the model is sharded, a rank that runs out leaves the others waiting: so do not try what cannot fit.
         if len(self.peaks) > 1 and self._expected(size) > self.room:
             return False
-        device = self.session.world.device
+        device = self.world.device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         peak = math.inf
@@ -111,10 +112,10 @@ class _Measured:
         except RuntimeError as error:
             if not ran_out(error):
                 raise
-            if not self.trial.alone:
+            if self.trial.parts.strategy.waits_for_others:
                 raise OutOfMemory(
                     f"training.batch_size: auto: {size} sample(s) per device ran out of memory on rank "
-                    f"{self.session.world.rank}, and the others wait for it in the middle of the model. Write "
+                    f"{self.world.rank}, and the others wait for it in the middle of the model. Write "
                     f"training.batch_size: {max(1, size // 2)} into the file"
                 ) from error
         except ValueError as error:
@@ -124,7 +125,7 @@ class _Measured:
         self.trial.put_back()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        fullest = max(self.session.world.gather(peak))
+        fullest = max(self.world.gather(peak))
         if math.isfinite(fullest):
             self.peaks.append((size, fullest))
         return fullest <= self.room
@@ -141,15 +142,15 @@ class _Measured:
 class _Predicted:
     """On the CPU: by what the forward pass keeps of one sample, against what is available to each rank of this machine."""
 
-    def __init__(self, session: Session) -> None:
-        trial = _Trial(session)
-        kept = {size: trial.run(min(size, len(session.train_data))) for size in (2, 4)}
+    def __init__(self, trial: _Trial) -> None:
+        world = trial.parts.world
+        kept = {size: trial.run(min(size, len(trial.data))) for size in (2, 4)}
         trial.put_back()
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", session.world.size))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         # What does not grow, such as gathered weights, is left out by the difference.
         growth = (kept[4] - kept[2]) / 2 if kept[4] > kept[2] else kept[2] / 2
         mine = (growth * BACKWARD, host_memory()[0] / here * (1 - LEFT_FREE))
-        everyone = session.world.gather(mine)
+        everyone = world.gather(mine)
         self.per_sample, self.room = max(each for each, _ in everyone), min(room for _, room in everyone)
 
     def __call__(self, size: int) -> bool:
@@ -162,22 +163,17 @@ class _Predicted:
 class _Trial:
     """Forward and backward, twice, as with accumulation: the second time with gradients in place. Weights stay as they are."""
 
-    def __init__(self, session: Session) -> None:
-        self.session = session
-        spread = session.parts.spread
-        # Without DDP around it nothing is reduced, and a rank that runs out leaves nobody waiting: but in batch norm.
-        synced = any(isinstance(module, nn.SyncBatchNorm) for module in spread.module.modules())
-        self.alone = session.world.size == 1 or (session.strategy in ("ddp", "zero1") and not synced)
-        self.model: nn.Module = spread.module if session.strategy in ("ddp", "zero1") else spread.model
-        self.buffers = [(buffer, buffer.clone()) for buffer in spread.module.buffers()]
-        self.reader = Reader(session.train_data, session.task.collate, session.task.count, session.config.seed)
+    def __init__(self, parts: Parts, devices_per_process: int, data: Any, order: GlobalOrder) -> None:
+        self.parts, self.data, self.devices = parts, data, devices_per_process
+        self.buffers = [(buffer, buffer.clone()) for buffer in parts.strategy.module.buffers()]
+        self.reader = Reader(data, parts.task.collate, parts.task.count, parts.config.seed)
         self._sizes: dict[int, int] = {}
-        self.order = session.order().part(0, 0, min(len(session.train_data), AT_MOST[session.world.device.type]))
+        self.order = order.part(0, 0, min(len(data), AT_MOST[parts.world.device.type]))
 
     def run(self, size: int) -> float:
         """Returns the bytes that the forward pass keeps for the backward pass."""
-        session, device = self.session, self.session.world.device
-        inputs = self._inputs(size * session.place.devices_per_process)
+        parts, strategy, device = self.parts, self.parts.strategy, self.parts.world.device
+        inputs = self._inputs(size * self.devices)
         kept: dict[int, int] = {}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,20 +185,20 @@ class _Trial:
             for _ in range(2):
                 kept.clear()
                 with (
-                    session.parts.spread.computing(),
-                    session.parts.spread.reducing_gradients(now=True),
+                    strategy.computing(),
+                    strategy.reducing_gradients(),
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
                 ):
-                    with session.parts.precision.autocast():
-                        loss = session.task.loss(self.model, inputs)
+                    with parts.precision.autocast():
+                        loss = parts.task.loss(strategy.alone, inputs)
                     loss.sum.backward()
-        narrow = session.parts.spread.narrow
-        weights = [*self.model.parameters(), *(narrow.copies if narrow is not None else [])]
+        copies = strategy.low_precision.copies if strategy.low_precision is not None else []
+        weights = [*strategy.alone.parameters(), *copies]
         owned = {_local(parameter).untyped_storage().data_ptr() for parameter in weights}
         return float(sum(bytes_ for place, bytes_ in kept.items() if place not in owned))
 
     def put_back(self) -> None:
-        self.session.parts.optimizer.zero_grad()
+        self.parts.optimizer.zero_grad()
         with torch.no_grad():
             for buffer, before in self.buffers:
                 buffer.copy_(before)
@@ -212,7 +208,7 @@ class _Trial:
         looked_at = self.order[: max(size, min(4 * size, LOOKED_AT))]
         by_size = sorted(looked_at.tolist(), key=self._size_of, reverse=True)
         read = self.reader.micro_batch(np.array((by_size * -(-size // len(by_size)))[:size], np.int64))
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.session.world.device), read)
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.parts.world.device), read)
 
     def _size_of(self, index: int) -> int:
         if index not in self._sizes:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwise.data import StepBatch
-from shardwise.engine.step import Parts
+from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.tasks import Loss, Rows
 from shardwise.watch.heartbeats import Phase, beat
@@ -23,12 +23,12 @@ def run_evaluation(
 
     `stop`: whether this rank was asked to leave. They agree on it before every batch; None: they gave it up.
     """
-    model = parts.spread.model
+    model = parts.strategy.model
     model.eval()
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
-    with torch.no_grad(), parts.spread.computing():
+    with torch.no_grad(), parts.strategy.computing():
         beat(Phase.EVALUATE, step)
         for batch in batches:
             if parts.world.sum(stop())[0]:
@@ -39,7 +39,7 @@ def run_evaluation(
                 with parts.precision.autocast():
                     results = parts.task.evaluate(model, micro.inputs)
                 # A borrowed sample belongs to another rank, which counts it.
-                own = parts.spread.layout.counts and not micro.request.borrowed
+                own = parts.strategy.layout.counts and not micro.request.borrowed
                 for name, result in results.items():
                     if isinstance(result, Rows):
                         rows[name] += [_on_host(result)] if own else []

@@ -6,10 +6,8 @@ import contextlib
 import time
 from pathlib import Path
 
-from shardwise.checkpoint import Written
 from shardwise.config import Config
-from shardwise.engine.batch_size import settled_before
-from shardwise.engine.loss_guard import may_roll_back
+from shardwise.engine.batch_size import found_before
 from shardwise.engine.monitor import Monitor, Outcome
 from shardwise.engine.session import Session
 from shardwise.engine.shutdown import Stop, Stopped
@@ -38,7 +36,7 @@ def fit(
     `elastic`: the run goes on by itself, maybe on another number of ranks, and keeps its global batch.
     """
     stop = stop or Stop()
-    config = settled_before(config) if resume else config
+    config = found_before(config) if resume else config
     with stop.listening(), Session(config, elastic=elastic) as session:
         session.startup.of_a_program()
         session.stop_check = lambda: stop.requested
@@ -58,7 +56,7 @@ def fit(
             try:
                 if elastic:
                     so_far = session.world.on_first(folder.batch_so_far)
-                    if said := session.place.keep_batch(session.config.training, so_far):
+                    if said := session.plan.keep_batch(session.config.training, so_far):
                         console.say(said)
                 session.prepare()
                 resumed = _resume(session, folder, resume, fallback_checkpoint)
@@ -70,13 +68,8 @@ def fit(
                 raise
             monitor = Monitor(session, folder, console)
             monitor.begin(resumed, resuming=resume is not None)
-
-            def written(checkpoint: Written) -> None:
-                monitor.written(checkpoint)
-                stop.saved(checkpoint.seconds)
-
-            session.checkpoints.on_written = written
-            stop.state_bytes = STATE * sum(each.nbytes for each in session.parts.spread.whole.parameters())
+            session.observers += [monitor, stop]
+            stop.state_bytes = STATE * sum(each.nbytes for each in session.strategy.whole.parameters())
             with stop.able_to_save():
                 stopped = _train(session, monitor, stop)
                 beat(Phase.END)
@@ -101,10 +94,10 @@ def _resume(session: Session, folder: RunFolder, which: str | None, fallback_che
 
 def _refuse_if_lost(session: Session, folder: RunFolder, which: str | None) -> None:
     """A run that had checkpoints does not begin again without a word because they cannot be seen."""
-    before = folder.had_checkpoint() if which else None
-    if before is not None and not session.store.every() and not session.store.has_damaged():
+    before, store = folder.had_checkpoint() if which else None, session.checkpoints.store
+    if before is not None and not store.every() and not store.has_damaged():
         raise CheckpointError(
-            f"this run had a checkpoint of step {before}, and there is none in {session.store.folder} now. Is the storage there? "
+            f"this run had a checkpoint of step {before}, and there is none in {store.folder} now. Is the storage there? "
             "`--fresh` starts anew and keeps what is left of the old run beside"
         )
 
@@ -119,7 +112,7 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
             return _leave(session)
         if session.steps_done and _save_is_due(session):
             _save(session, monitor, metrics)
-    if may_roll_back(training) and anew:  # to have something to go back to
+    if training.may_roll_back and anew:  # to have something to go back to
         _save(session, monitor, None)
     metrics = None
     began = time.monotonic()
@@ -128,9 +121,7 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
         if result.stopped:
             return _leave(session)
         if result.rollback:
-            monitor.went_back(result)
             continue
-        monitor.stepped(result)
         stop.stepped(time.monotonic() - began)
         metrics = None
         if _evaluation_is_due(session):
@@ -141,17 +132,14 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
             _save(session, monitor, metrics)
         began = time.monotonic()
     if session.steps_done:
-        _settle(session, metrics)
+        _save_for_good(session, metrics)
     return False
 
 
 def _evaluate(session: Session, monitor: Monitor) -> dict[str, float] | None:
     """None: asked to leave in the middle of it. The run makes up for it when it goes on."""
     with monitor.pausing():
-        metrics = session.evaluate()
-        if metrics is not None:
-            monitor.evaluated(metrics)
-        return metrics
+        return session.evaluate()
 
 
 def _save(session: Session, monitor: Monitor, metrics: dict[str, float] | None) -> None:
@@ -160,11 +148,11 @@ def _save(session: Session, monitor: Monitor, metrics: dict[str, float] | None) 
 
 
 def _leave(session: Session) -> bool:
-    _settle(session, None)
+    _save_for_good(session, None)
     return True
 
 
-def _settle(session: Session, metrics: dict[str, float] | None) -> None:
+def _save_for_good(session: Session, metrics: dict[str, float] | None) -> None:
     """The state of this step is in place when this returns. What kept it from being written may have passed: once more."""
     with contextlib.suppress(CheckpointError):  # it has been told
         session.wait()

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
+from shardwise.data import StepBatch
+from shardwise.engine.observers import Observer
 from shardwise.engine.out_of_memory import ran_out
-from shardwise.engine.step import Parts, StepResult
+from shardwise.engine.parts import Parts
+from shardwise.engine.run import Run
+from shardwise.engine.step_result import StepResult
 from shardwise.errors import ConfigError, ShardwiseError, one_line
 from shardwise.kernels.regions import Regions
-from shardwise.parallel.compatibility import graphs_problem
 
 WATCHED = 20
 """Steps looked at before blocks are recorded."""
@@ -34,20 +36,21 @@ MOST_MEMORY = 0.5
 log = logging.getLogger("shardwise")
 
 
-class Graphs:
+class Graphs(Observer):
     def __init__(self, parts: Parts, regions: Regions, *, now: bool) -> None:
         self.parts, self.regions = parts, regions
+        self._last: StepResult | None = None
         self._watched: deque[StepResult] = deque(maxlen=WATCHED)
-        self._compiled: set[int] = set()
-        """Steps that compiled something."""
+        self._compiling = 0.0
+        """Seconds that had gone into compiling before this step."""
         if now:
             regions.replay()
 
     @classmethod
-    def of(cls, parts: Parts, strategy: str, accumulation: int) -> Graphs | None:
+    def of(cls, parts: Parts, accumulation: int) -> Graphs | None:
         """None: not in this run. What the config alone cannot tell is refused here."""
-        wanted, regions = parts.config.training.cuda_graphs, parts.spread.regions
-        if wanted is False or parts.world.device.type != "cuda" or graphs_problem(strategy, accumulation):
+        wanted, regions = parts.config.training.cuda_graphs, parts.strategy.regions
+        if wanted is False or parts.world.device.type != "cuda" or parts.strategy.graphs_problem(accumulation):
             return None
         if not parts.task.one_size:
             problem = (
@@ -61,35 +64,35 @@ class Graphs:
             raise ConfigError(f"training.cuda_graphs: true {problem}")
         return None
 
-    @contextmanager
-    def recording(self, step: int) -> Iterator[None]:
-        """A step is made in here."""
+    def before_step(self, run: Run, batch: StepBatch) -> None:
         self.regions.begin_step()
-        before = self.regions.seconds
-        try:
-            yield
-        except RuntimeError as error:
-            if not self.regions.replays:
-                raise
-            if memory := next(filter(ran_out, _chain(error)), None):
-                raise memory from None
-            if not any(word in str(each) for each in _chain(error) for word in ("captur", "CUDAGraphs")):
-                raise
-            # To go on without is not possible in this process: PyTorch's random numbers do not recover from it (torch 2.11).
-            raise ShardwiseError(
-                "the model cannot be recorded as CUDA graphs: something in its blocks waits for the device, or what they give is "
-                f"kept over steps. Set training.cuda_graphs: false. PyTorch says: {one_line(error)}"
-            ) from error
-        if self.regions.seconds != before:
-            self._compiled.add(step)
+        self._compiling = self.regions.seconds
 
-    def watch(self, result: StepResult, steps_left: int) -> None:
-        """A step that the device has made while the host prepared the next. If the last ones kept the device waiting, blocks are
-        recorded from now on."""
-        if self.regions.replays or self.regions.problem is not None:
+    def step_failed(self, run: Run, error: Exception) -> None:
+        if not self.regions.replays or not isinstance(error, RuntimeError):
             return
-        if result.step in self._compiled:
+        if memory := next(filter(ran_out, _chain(error)), None):
+            raise memory from None
+        if not any(word in str(each) for each in _chain(error) for word in ("captur", "CUDAGraphs")):
+            return
+        # To go on without is not possible in this process: PyTorch's random numbers do not recover from it (torch 2.11).
+        raise ShardwiseError(
+            "the model cannot be recorded as CUDA graphs: something in its blocks waits for the device, or what they give is "
+            f"kept over steps. Set training.cuda_graphs: false. PyTorch says: {one_line(error)}"
+        ) from error
+
+    def after_step(self, run: Run, batch: StepBatch, result: StepResult) -> None:
+        """Looks at the step before, which the device has made meanwhile. If the last ones kept it waiting, blocks are recorded
+        from now on."""
+        if self._last is not None and self._last.device_idle is not None:
+            self._watch(self._last, run.total_steps - self._last.step)
+        compiled = self.regions.seconds != self._compiling
+        self._last = None if compiled or result.stopped else result
+        if compiled:
             self._watched.clear()
+
+    def _watch(self, result: StepResult, steps_left: int) -> None:
+        if self.regions.replays or self.regions.problem is not None:
             return
         self._watched.append(result)
         if len(self._watched) < WATCHED or not self._pays(steps_left) or self._memory_used() > MOST_MEMORY:
@@ -102,7 +105,7 @@ class Graphs:
 
     @property
     def _idle(self) -> float:
-        return sum(result.device_idle for result in self._watched) / WATCHED
+        return sum(bool(result.device_idle) for result in self._watched) / WATCHED
 
     def _pays(self, steps_left: int) -> bool:
         waited = sum(result.times["wait"] for result in self._watched)

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
+
+import torch
 
 from shardwise.config import Training
+from shardwise.data import MicroBatch, StepBatch
+from shardwise.engine.parts import Parts
 from shardwise.errors import LossSpike, NonFiniteError, ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.engine.step import Parts
 
 BAD_SAMPLES = "bad-samples.jsonl"
 """In the run folder: one line per rank and bad step."""
@@ -54,6 +55,23 @@ class Verdict:
     """A spike's: what the loss would have had to stay below."""
 
 
+class Losses(Protocol):
+    """What a rank knows of the forward passes of a step."""
+
+    batch: StepBatch
+    losses: list[tuple[MicroBatch, torch.Tensor]]
+
+
+class Counted(Protocol):
+    """What a rank knows of a step's numbers."""
+
+    step: int
+    count: int
+
+    @property
+    def loss_sum(self) -> float: ...
+
+
 class LossHistory:
     """Those of the last steps, over all ranks, to tell a spike by."""
 
@@ -72,19 +90,6 @@ class LossHistory:
         return median + factor * max(deviation, LEAST_DEVIATION * abs(median))
 
 
-def watches_loss(training: Training) -> bool:
-    """Whether the loss of all ranks must be known before the update. Otherwise a bad loss is told at the next step."""
-    return training.on_spike != "ignore" or training.on_nonfinite == "rollback"
-
-
-def may_skip(training: Training) -> bool:
-    return "skip" in (training.on_spike, training.on_nonfinite)
-
-
-def may_roll_back(training: Training) -> bool:
-    return "rollback" in (training.on_spike, training.on_nonfinite)
-
-
 def judge(training: Training, norm: float, loss: float | None, losses: LossHistory, *, scaled: bool) -> Verdict | None:
     """`loss`: of all ranks, where it is watched. `scaled`: under fp16, where an overflow is how the loss scale is found."""
     overflow = not math.isfinite(norm)
@@ -100,7 +105,7 @@ def judge(training: Training, norm: float, loss: float | None, losses: LossHisto
     return None
 
 
-def convict(parts: Parts, verdict: Verdict, mine: BadLoss) -> list[BadLoss]:
+def blame(parts: Parts, verdict: Verdict, mine: BadLoss) -> list[BadLoss]:
     """Every rank comes here together. The samples to blame are written down, and known to all."""
     everyone = [BadLoss(**each) for each in parts.world.gather(asdict(mine))]
     blamed = [bad_loss for bad_loss in everyone if bad_loss.guilty] or everyone
@@ -108,6 +113,24 @@ def convict(parts: Parts, verdict: Verdict, mine: BadLoss) -> list[BadLoss]:
     if parts.world.is_first:
         _write_down(Path(parts.config.run_folder), verdict, blamed)
     return blamed
+
+
+def own_bad_loss(parts: Parts, result: Counted, passes: Losses, limit: float = math.inf) -> BadLoss:
+    """What this rank has to do with a bad step. Only here, when it is too late anyway, are single losses looked at."""
+    bad = [
+        micro for micro, loss in passes.losses if not float(loss) <= limit * max(1, micro.count) or not loss.isfinite()
+    ]
+    suspects = [micro for micro in bad or passes.batch.micro if not micro.request.borrowed]
+    found = [index for micro in suspects for index in micro.request.ids.tolist()]
+    loss = result.loss_sum / result.count if result.count else None
+    return BadLoss(result.step, passes.batch.epoch, parts.world.rank, loss, found, guilty=bool(bad))
+
+
+def nonfinite_before(parts: Parts, step: int, bad: BadLoss | None) -> ShardwiseError:
+    """The loss of the step before was not finite on some rank, and its gradient did not show it. Every rank comes here."""
+    verdict = Verdict("nonfinite", "stop")
+    mine = bad or BadLoss(step, 0, parts.world.rank, None, [], guilty=False)
+    return stop_because(step, verdict, blame(parts, verdict, mine))
 
 
 def what_happened(verdict: Verdict, blamed: Sequence[BadLoss]) -> str:

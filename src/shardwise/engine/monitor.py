@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from shardwise.checkpoint import Written
+from shardwise.data import StepBatch
+from shardwise.engine.observers import Observer
+from shardwise.engine.run import Run
 from shardwise.engine.session import Session
-from shardwise.engine.step import StepResult
-from shardwise.engine.strategy_notes import strategy_notes
-from shardwise.parallel.parallelize import has_batch_norm
+from shardwise.engine.step_result import StepResult
+from shardwise.parallel.recipe import has_batch_norm, has_synced_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
 from shardwise.watch.run_folder import RunFolder, user_command
@@ -38,15 +38,13 @@ class Outcome:
     """Evaluation metrics at the start and at the end."""
 
 
-class Monitor:
+class Monitor(Observer):
     def __init__(self, session: Session, folder: RunFolder, console: Console) -> None:
         self.session, self.folder, self.console = session, folder, console
         world = session.world
         name = device_name(world.device)
         peak = peak_flops(name)
-        self.rates = Rates(
-            session.task.flops_per_count(session.parts.spread.whole), peak * world.size if peak else None
-        )
+        self.rates = Rates(session.task.flops_per_count(session.strategy.whole), peak * world.size if peak else None)
         self.device_name = name
         self.trackers: list[Tracker] = []
         self.first_loss: float | None = None
@@ -71,11 +69,11 @@ class Monitor:
             changes = self.folder.changes_to(session.config) if resumed else []
             self.folder.describe(session.config, self._facts())
             self.trackers = open_trackers(session.config, self.folder.path)
-        parameters = sum(parameter.numel() for parameter in session.parts.spread.whole.parameters())
+        parameters = sum(parameter.numel() for parameter in session.strategy.whole.parameters())
         devices = f"{session.world.size} × {self.device_name}" if session.world.size > 1 else self.device_name
         self.console.say(
             f"{session.config.name}: {session.config.task}, {short(parameters)} parameters, {len(session.train_data)} samples "
-            f"on {devices}, strategy {session.strategy}, precision {session.config.training.precision}"
+            f"on {devices}, strategy {session.strategy.name}, precision {session.config.training.precision}"
         )
         self.console.say(
             f"batch {batching.batch_size} per device × {batching.accumulation} accumulation × {batching.world} devices "
@@ -83,32 +81,37 @@ class Monitor:
             f"{session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
-        if session.batch_found:
-            self.console.say(session.batch_found)
+        if session.plan.found_how:
+            self.console.say(session.plan.found_how)
         if said := session.startup.sentence():
             self.console.say(said)
         self._mind_the_batch_norm()
-        for sentence in strategy_notes(session):
+        for sentence in session.strategy.notes(batching.accumulation):
             self.console.say(sentence)
         if resumed is not None:
             self.console.say(f"resumed from {resumed} at step {session.steps_done}")
             if changes:
                 self.console.say("changed since then, the earlier config is kept beside:  " + ";  ".join(changes))
-            if session.batch_before != batching.global_batch:
+            before = session.resumed_from.global_batch if session.resumed_from else batching.global_batch
+            if before != batching.global_batch:
                 self.console.say(
-                    f"warning: the global batch was {session.batch_before} and is {batching.global_batch} now, so the curve "
-                    f"will not be the same; training.total_batch_size: {session.batch_before} keeps it"
+                    f"warning: the global batch was {before} and is {batching.global_batch} now, so the curve "
+                    f"will not be the same; training.total_batch_size: {before} keeps it"
                 )
-            if session.forgot_compression:
-                self.console.say(
-                    f"warning: the checkpoint has no memory of powersgd for {session.world.size} rank(s): it starts anew"
-                )
+            if session.extra_state_lost:
+                self.console.say(f"warning: {session.strategy.extra_state_lost}")
             self._recall()
             if session.steps_done >= session.total_steps:
                 self.console.say("this run is finished; a larger training.max_epochs or max_steps makes it go on")
         self.rates.began = time.perf_counter()
 
-    def stepped(self, result: StepResult) -> None:
+    def after_step(self, run: Run, batch: StepBatch, result: StepResult) -> None:
+        if result.rollback:
+            self._went_back(result)
+        elif not result.stopped:
+            self._stepped(result)
+
+    def _stepped(self, result: StepResult) -> None:
         session = self.session
         self.rates.add(result.samples, result.global_count, result.times.get("wait", 0.0))
         if result.step > 1:  # the first includes the start of workers, and whatever is made once
@@ -129,7 +132,7 @@ class Monitor:
         loss = session.loss(result)
         self.last_norm = result.grad_norm
         for step in self._unread:
-            self._window.add(step.settle().times)
+            self._window.add(step.wait().times)
         self._unread.clear()
         self.last_loss = loss if result.global_count else self.last_loss
         self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
@@ -167,13 +170,13 @@ class Monitor:
             self.console.say(f"warning: step {done}: {each.sentence()}")
         self._mind_the_data(done, record["data_wait_share"])
 
-    def went_back(self, result: StepResult) -> None:
+    def _went_back(self, result: StepResult) -> None:
         """The steps since the checkpoint come again: what was logged of them must not stand there twice."""
         self.console.say(f"step {result.step}: {result.trouble}")
         self.folder.forget_after(self.session.steps_done)
         self.rates.read()
 
-    def evaluated(self, metrics: dict[str, float]) -> None:
+    def evaluated(self, run: Run, metrics: dict[str, float]) -> None:
         if not metrics:
             return
         done = self.session.steps_done
@@ -184,10 +187,8 @@ class Monitor:
             self._track(done, {f"eval/{name}": value for name, value in metrics.items()})
         self.console.say(f"step {done}  evaluation  " + "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
 
-    def written(self, written: Written) -> None:
-        if written.problem:
-            self.console.say(f"warning: {written.problem}; training goes on, earlier checkpoints are still there")
-        else:
+    def saved(self, run: Run, written: Written) -> None:
+        if not written.problem:
             self.console.say(
                 f"step {written.step}  checkpoint {written.path} in place after {written.seconds:.1f} s, "
                 f"of which training stood still {written.stall:.2f} s"
@@ -224,10 +225,8 @@ class Monitor:
             )
         if self.session.skipped_steps:
             lines.append(f"  {'skipped steps':<22} {self.session.skipped_steps}")
-        pipeline = self.session.parts.spread.pipeline
-        if pipeline is not None and self._idle:
-            measured, predicted = self._idle / self._computing, pipeline.bubble
-            lines.append(f"  {'pipeline bubble':<22} {measured:.0%} measured on rank 0, {predicted:.0%} predicted")
+        for what, how_much in self.session.strategy.summary(self._idle, self._computing):
+            lines.append(f"  {what:<22} {how_much}")
         lines += [
             f"  {'run folder':<22} {self.folder.path}",
             "next:",
@@ -255,7 +254,7 @@ class Monitor:
 
     def _mind_the_compiler(self) -> None:
         """Compilation is told apart: it is no training time."""
-        regions = self.session.parts.spread.regions
+        regions = self.session.strategy.regions
         if regions is None or regions.seconds == self._compiling:
             return
         took, self._compiling = regions.seconds - self._compiling, regions.seconds
@@ -264,7 +263,7 @@ class Monitor:
             self.console.say(f"compiled {len(regions.blocks)} part(s) of the model in {took:.1f} s")
 
     def _mind_the_batch_norm(self) -> None:
-        model, world = self.session.parts.spread.module, self.session.world
+        model, world = self.session.strategy.module, self.session.world
         if not has_batch_norm(model):
             return
         batching = self.session.batching
@@ -275,10 +274,9 @@ class Monitor:
                 "from one sample, or fails on it; another training.batch_size avoids it"
             )
         if world.size > 1:
-            synced = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
             self.console.say(
                 "batch norm: statistics over the micro-batches of all ranks (SyncBatchNorm)"
-                if synced
+                if has_synced_batch_norm(model)
                 else f"batch norm: each rank's statistics come from its own {self.session.batching.batch_size} samples, so the "
                 "numbers depend on how many ranks there are; running statistics are rank 0's"
             )
@@ -320,12 +318,12 @@ class Monitor:
         return {
             "world": session.world.size,
             "device": self.device_name,
-            "strategy": session.strategy,
+            "strategy": session.strategy.name,
             "batch": {
                 "per_device": batching.batch_size,
                 "accumulation": batching.accumulation,
                 "global": batching.global_batch,
-                "chosen_for": session.place.chosen_for,
+                "chosen_for": session.plan.chosen_for,
             },
             "total_steps": session.total_steps,
             "start": {what: round(seconds, 2) for what, seconds in session.startup.seconds.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,30 +16,32 @@ from shardwise.errors import ShardwiseError
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 
+Make = Callable[[Callable[..., torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]], torch.optim.Optimizer]
+
 
 def build_optimizer(
-    model: nn.Module, options: Optimizer, lr: float, *, sharded: bool = False, narrow: LowPrecisionWeights | None = None
+    model: nn.Module,
+    options: Optimizer,
+    lr: float,
+    *,
+    make: Make = lambda kind, groups, settings: kind(groups, **settings),
+    copies: LowPrecisionWeights | None = None,
 ) -> torch.optim.Optimizer:
-    """Built after the model has been spread: the optimizer must hold the sharded parameters.
+    """Built after a strategy has laid the model over the ranks: the optimizer must hold the parameters as they are there.
 
-    `sharded`: every rank keeps the state of some parameters only, updates those and sends them to the others.
-    `narrow`: the copies that the model computes with, where the update may make them anew; it is compiled then.
+    `make`: the strategy's way to make one. `copies`: low-precision weights that the model computes with, where the update may
+    take gradients from them; it is compiled then.
     """
     groups = parameter_groups(model, options.weight_decay)
     if not groups:
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
     kind, settings = _kind_of(groups, options)
-    if narrow is not None and kind is torch.optim.AdamW and not sharded:
+    if copies is not None and kind is torch.optim.AdamW:
         kind = LowPrecisionAdamW
-    if sharded:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # half a second, which others need not wait for
-
-        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, kind, lr=lr, **settings)
-    else:
-        optimizer = kind(groups, lr=lr, **settings)
+    optimizer = make(kind, groups, {"lr": lr, **settings})
     _make_state(local_part(optimizer))
     if isinstance(optimizer, LowPrecisionAdamW):
-        optimizer.narrow = narrow
+        optimizer.narrow = copies
     return optimizer
 
 

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import local_part
-from shardwise.config import Batching, Training
+from shardwise.config import Batching
+from shardwise.engine.batch_plan import BatchPlan
+from shardwise.engine.host_memory import host_memory
+from shardwise.engine.parts import Parts
 from shardwise.errors import OutOfMemory, ShardwiseError
-from shardwise.parallel.memory import ModelSizes, gib, state_bytes
-
-if TYPE_CHECKING:
-    from shardwise.engine.session import Session
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from shardwise.parallel import Strategy
+from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, gib
 
 RECOMPUTED = 0.9
 """The share of a block's activations that recomputing it does away with: its input stays."""
@@ -62,40 +58,23 @@ class Held:
 class Situation:
     """What the remedies depend on."""
 
-    training: Training
-    strategy: str
+    strategy: Strategy
     ranks: int
     batching: Batching
     sizes: ModelSizes | None = None
     blocks: int = 0
 
 
-@dataclass(frozen=True)
-class Remedy:
-    what: str
-    saves: float
-    """Bytes on this rank, estimated."""
-
-
-def memory_explained(
-    doing: Callable[[Session], str],
-) -> Callable[[Callable[Concatenate[Session, P], R]], Callable[Concatenate[Session, P], R]]:
-    """A verb of Session that says what filled the memory when it runs out. `doing`: where the run is, in a few words."""
-
-    def around(verb: Callable[Concatenate[Session, P], R]) -> Callable[Concatenate[Session, P], R]:
-        @functools.wraps(verb)
-        def explained(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return verb(session, *args, **kwargs)
-            except (RuntimeError, MemoryError) as error:
-                if not ran_out(error):
-                    raise
-                # The traceback still holds the activations: what is allocated now is what filled the memory.
-                raise OutOfMemory(_told(session, doing(session), error)) from error
-
-        return explained
-
-    return around
+@contextmanager
+def memory_explained(doing: str, plan: BatchPlan, parts: Callable[[], Parts | None]) -> Iterator[None]:
+    """Says what filled the memory when it runs out in here. `doing`: where the run is, in a few words."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        # The traceback still holds the activations: what is allocated now is what filled the memory.
+        raise OutOfMemory(_told(doing, plan, parts(), error)) from error
 
 
 def ran_out(error: BaseException) -> bool:
@@ -136,7 +115,7 @@ def remedies(held: Held, situation: Situation) -> list[Remedy]:
 
 
 def _for_activations(held: Held, situation: Situation) -> Iterator[Remedy]:
-    training, batching = situation.training, situation.batching
+    training, batching = situation.strategy.training, situation.batching
     # What was asked for is mostly activations too, and would be smaller.
     activations = held.activations + held.asked
     per_step = batching.batch_size * batching.accumulation
@@ -148,38 +127,16 @@ def _for_activations(held: Held, situation: Situation) -> Iterator[Remedy]:
             else f"training.gradient_accumulation: {per_step // smaller} keeps the numbers the same"
         )
         yield Remedy(f"training.batch_size: {smaller} ({same})", activations * (1 - smaller / batching.batch_size))
-    fsdp = training.fsdp
-    if situation.blocks > 1 and situation.strategy != "pipeline" and not (fsdp and fsdp.activation_checkpointing):
-        how = (
-            "training.fsdp.activation_checkpointing: true"
-            if situation.strategy in ("fsdp", "tensor")
-            else "training.strategy: fsdp with fsdp: {sharding_strategy: NO_SHARD, activation_checkpointing: true}"
-        )
+    how = situation.strategy.recomputes_with
+    if situation.blocks > 1 and how is not None:
         yield Remedy(f"{how} (about a third slower)", activations * RECOMPUTED * (1 - 1 / situation.blocks))
     if training.precision == "32-true":
         yield Remedy("training.precision: bf16-mixed (changes the numbers)", activations * NARROWED)
 
 
 def _for_state(held: Held, situation: Situation) -> Iterator[Remedy]:
-    training, ranks, sizes = situation.training, situation.ranks, situation.sizes
-    if sizes is None:
-        return
-    fsdp = training.fsdp
-    whole = situation.strategy in ("single", "dp", "ddp", "zero1") or (fsdp and fsdp.sharding_strategy == "NO_SHARD")
-    now = state_bytes(sizes, training, "zero1" if situation.strategy == "zero1" else "single", ranks).total
-    if situation.strategy == "ddp" and ranks > 1:
-        saves = now - state_bytes(sizes, training, "zero1", ranks).total
-        yield Remedy(f"training.strategy: zero1 over {ranks} devices (the optimizer state is shared)", saves)
-    if whole:
-        counts = [ranks] if ranks > 1 else [2, 4, 8]
-        saved = {count: now - state_bytes(sizes, training, "FULL_SHARD", count).total for count in counts}
-        count = next((count for count in counts if saved[count] >= held.missing), counts[-1])
-        yield Remedy(f"training.strategy: fsdp over {count} devices (all of the state is shared)", saved[count])
-    if whole or (situation.strategy == "fsdp" and not (fsdp and fsdp.cpu_offload)):
-        yield Remedy(
-            "training.strategy: fsdp with fsdp: {cpu_offload: true} (the state is in host memory; slow)",
-            held.state - 2 * 4 * sizes.largest_block,
-        )
+    if situation.sizes is not None:
+        yield from situation.strategy.lighter(Shortage(situation.sizes, situation.ranks, held.missing, held.state))
 
 
 def _for_fragments(held: Held) -> Iterator[Remedy]:
@@ -188,25 +145,26 @@ def _for_fragments(held: Held) -> Iterator[Remedy]:
         yield Remedy("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment", held.fragments)
 
 
-def _told(session: Session, doing: str, error: BaseException) -> str:
-    rank = f", rank {session.world.rank}" if session.world.size > 1 else ""
-    said = explain(measure(session, error), _situation(session), f"{doing}{rank}")
+def _told(doing: str, plan: BatchPlan, parts: Parts | None, error: BaseException) -> str:
+    world = plan.layout.world
+    rank = f", rank {world.rank}" if world.size > 1 else ""
+    said = explain(measure(world.device, parts, error), _situation(plan, parts), f"{doing}{rank}")
     return f"{said}\n  PyTorch said: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
 
-def _situation(session: Session) -> Situation:
+def _situation(plan: BatchPlan, parts: Parts | None) -> Situation:
     sizes, blocks = None, 0
     with contextlib.suppress(Exception):  # a task may not know its model as it is spread now: then some remedies lack
-        whole = session.parts.spread.whole
-        found = session.task.blocks(whole)
-        sizes, blocks = ModelSizes.of(whole, found), len(found)
-    return Situation(session.config.training, session.strategy, session.world.size, session.batching, sizes, blocks)
+        if parts is not None:
+            found = parts.task.blocks(parts.strategy.whole)
+            sizes, blocks = ModelSizes.of(parts.strategy.whole, found), len(found)
+    return Situation(plan.strategy, plan.layout.world.size, plan.batching, sizes, blocks)
 
 
-def measure(session: Session, error: BaseException) -> Held:
+def measure(device: torch.device, parts: Parts | None, error: BaseException) -> Held:
     """PyTorch's message knows how things stood when it was thrown; what it does not say is asked now."""
-    device, text = session.world.device, str(error)
-    weights, gradients, optimizer = _state(session, device)
+    text = str(error)
+    weights, gradients, optimizer = _state(parts, device) if parts is not None else (0.0, 0.0, 0.0)
     if device.type == "cuda":
         free, capacity = torch.cuda.mem_get_info(device)
         allocated = _size_in(text, r"([\d.]+) (\w+) is allocated by PyTorch") or torch.cuda.memory_allocated(device)
@@ -224,21 +182,19 @@ def measure(session: Session, error: BaseException) -> Held:
     return Held(weights, gradients, optimizer, activations, fragments, asked, free, capacity)
 
 
-def _state(session: Session, device: torch.device) -> tuple[float, float, float]:
+def _state(parts: Parts, device: torch.device) -> tuple[float, float, float]:
     """Bytes of weights, gradients and optimizer state of this rank, on this device."""
-    with contextlib.suppress(ShardwiseError):
-        parts = session.parts
-        copies = parts.spread.narrow.copies if parts.spread.narrow is not None else []
-        weights = [*parts.spread.module.parameters(), *parts.spread.module.buffers(), *copies]
-        grads = [each.grad for each in (*parts.spread.module.parameters(), *copies) if each.grad is not None]
-        moments = [
-            value
-            for state in local_part(parts.optimizer).state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        return _bytes(weights, device), _bytes(grads, device), _bytes(moments, device)
-    return 0.0, 0.0, 0.0
+    strategy = parts.strategy
+    copies = strategy.low_precision.copies if strategy.low_precision is not None else []
+    weights = [*strategy.module.parameters(), *strategy.module.buffers(), *copies]
+    grads = [each.grad for each in (*strategy.module.parameters(), *copies) if each.grad is not None]
+    moments = [
+        value
+        for state in local_part(parts.optimizer).state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return _bytes(weights, device), _bytes(grads, device), _bytes(moments, device)
 
 
 def _bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> float:
@@ -252,19 +208,3 @@ _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2
 def _size_in(text: str, pattern: str) -> float | None:
     match = re.search(pattern, text)
     return float(match[1]) * _UNITS.get(match[2], 1) if match else None
-
-
-def host_memory() -> tuple[int, int]:
-    """Bytes available and in all: of the machine, or of the container that this process is confined to."""
-    known: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, value = line.split(":")
-            known[name] = int(value.split()[0]) * 1024
-    available, total = known.get("MemAvailable", 0), known.get("MemTotal", 0)
-    with contextlib.suppress(OSError, ValueError):  # "max": not confined
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        if limit < total:
-            available, total = min(available, max(0, limit - used)), limit
-    return available, total

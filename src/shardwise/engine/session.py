@@ -11,9 +11,10 @@ with Session("chess.yaml") as session:      take this process's place among the 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -25,96 +26,127 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from shardwise.checkpoint import CheckpointStore
+from shardwise.checkpoint import CheckpointStore, Written
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
-from shardwise.engine.checkpointing import Checkpoints, resume_run, save_run
+from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse_another_run, rehearse
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import garbage_kept_small
 from shardwise.engine.graphs import Graphs
-from shardwise.engine.loss_guard import BadLoss, LossHistory
+from shardwise.engine.loss_guard import nonfinite_before
+from shardwise.engine.observers import Observer, Rehearsal, all_observers
 from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.parallel_init import build_initial_model
+from shardwise.engine.parts import Parts
+from shardwise.engine.pending_step import PendingStep
 from shardwise.engine.precision import Precision
-from shardwise.engine.rollback import SkippedBatches, go_back, position_of, skipped_batch_step
+from shardwise.engine.rollback import go_back, skipped_batch_step
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.startup_timer import StartupTimer
-from shardwise.engine.step import Parts, StepResult, run_step
+from shardwise.engine.state import RunState, position_of
+from shardwise.engine.step import run_step
+from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
-from shardwise.parallel import Layout, World, parallelize
+from shardwise.parallel import Layout, ModelSpec, Strategy, World
 from shardwise.tasks import Loss, Task
 from shardwise.watch.heartbeats import Phase, beat
 
 COMPILING_PAYS_AFTER = 200
 """Steps of a run from which on its blocks are compiled by default."""
 
+log = logging.getLogger("shardwise")
+
 
 class Session:
-    def __init__(self, config: Config | str | Path, *, elastic: bool = False) -> None:
-        """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it."""
+    def __init__(
+        self, config: Config | str | Path, *, elastic: bool = False, observers: Iterable[Observer] = ()
+    ) -> None:
+        """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it. `observers`: see
+        engine/observers.py."""
         self.startup = StartupTimer()
-        self.config = config if isinstance(config, Config) else load_config(config)
-        self.finds_batch = self.config.training.batch_size == "auto"
-        self.batch_found = ""
-        """How the batch size was found, where it was looked for."""
-        if self.finds_batch:
-            self.config = with_batch_size(self.config, 1)  # until it is found
-        patience = timedelta(seconds=max(1800.0, 2 * self.config.training.hang_timeout))  # the verdict comes first
-        self.world = World.join(self.config.training.device, connect=needs_group(self.config), timeout=patience)
+        self.observers = all_observers(observers)
+        config = config if isinstance(config, Config) else load_config(config)
+        for rehearsal in self._rehearsals:
+            config = rehearsal.config(config)
+        finds_batch_size = config.training.batch_size == "auto"
+        self.config = with_batch_size(config, 1) if finds_batch_size else config  # until it is found
+        patience = timedelta(seconds=max(1800.0, 2 * config.training.hang_timeout))  # the verdict comes first
+        self.world = World.join(config.training.device, connect=needs_group(config), timeout=patience)
         try:
-            self.place = BatchPlan.of(self.config, self.world, elastic=elastic, finds_batch=self.finds_batch)
+            self.plan = BatchPlan.of(self.config, self.world, elastic=elastic, finds_batch_size=finds_batch_size)
         except ShardwiseError:
             self.world.leave()
             raise
-        self.store = CheckpointStore(Path(self.config.checkpoint_folder))
-        self.cursor = Cursor()
-        self.steps_done = 0
-        self.skipped_steps = 0
-        self.best_metric: float | None = None
+        self.state = RunState(seed=config.seed)
+        self.resumed_from: RunState | None = None
+        """As it was in the checkpoint that this session goes on from."""
+        self.extra_state_lost = False
+        """That checkpoint has none of the strategy's own state for this number of ranks."""
         self.stop_requested = False
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.stop_check: Callable[[], bool] = lambda: False
         """Asked before every step and every batch of an evaluation: the same as `stop_requested`, found out when needed."""
-        self.checkpoints = Checkpoints(self.store, self.world, self.config.training)
-        self.forgot_compression = False
-        """The checkpoint that was resumed has no memory of powersgd for this number of ranks."""
-        self.batch_before: int | None = None
-        """The global batch of the checkpoint that was resumed."""
-        self.begun_at: tuple[int, Cursor] = (0, Cursor())
-        """The step and the cursor that this session started from."""
-        self.skipped_batches: SkippedBatches = []
-        """Global batches that rollbacks leave out: (epoch, samples consumed before it)."""
-        self.recent_losses = LossHistory()
+        store = CheckpointStore(Path(config.checkpoint_folder))
+        self.checkpoints = Checkpoints(store, self.world, config.training)
+        self.checkpoints.on_written = self._written
+        self._pending = PendingStep()
         self._went_back = False
-        self.bad_loss: BadLoss | None = None
-        self.broken: ShardwiseError | None = None
-        """Why the last steps do not count: nothing may be saved of them."""
-        self._pending_result: StepResult | None = None
-        """The last step, where a GPU may still be making it."""
         self._parts: Parts | None = None
-        self.graphs: Graphs | None = None
-        """Where blocks may be recorded as CUDA graphs."""
         self._valid_loader: StepLoader | None = None
         self.startup.lap("meeting")
 
+    # What follows from what it holds.
+
     @property
-    def strategy(self) -> str:
-        return self.place.strategy
+    def strategy(self) -> Strategy:
+        return self.plan.strategy
 
     @property
     def layout(self) -> Layout:
-        return self.place.layout
+        return self.plan.layout
 
     @property
     def batching(self) -> Batching:
-        return self.place.batching
+        return self.plan.batching
+
+    @property
+    def steps_done(self) -> int:
+        return self.state.step
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.state.cursor
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.state.skipped_steps
+
+    @property
+    def best_metric(self) -> float | None:
+        return self.state.best_metric
+
+    @property
+    def parts(self) -> Parts:
+        if self._parts is None:
+            raise ShardwiseError("call session.prepare() first")
+        return self._parts
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parts.strategy.model
+
+    @property
+    def _rehearsals(self) -> list[Rehearsal]:
+        return [each for each in self.observers if isinstance(each, Rehearsal)]
+
+    # ---------------------------------------------------------------- its end
 
     def __enter__(self) -> Session:
         return self
@@ -133,7 +165,9 @@ class Session:
     def close(self) -> None:
         """Leave the ranks, when the last checkpoint is in place."""
         try:
-            self.settle()
+            self._pending.wait()
+            for observer in self.observers:
+                observer.closing(self)
             self.wait()
         finally:
             self._leave()
@@ -141,12 +175,11 @@ class Session:
     def _leave(self) -> None:
         self._valid_loader = None
         if self._parts is not None:
-            self._parts.spread.release()
+            self._parts.strategy.release()
         self.world.leave()
 
     # ---------------------------------------------------------------- prepare
 
-    @memory_explained(lambda session: "while the run was prepared")
     def prepare(
         self,
         task: Task | None = None,
@@ -163,58 +196,63 @@ class Session:
         With no argument, the config's task is trained. With `model`, `data` and `loss`, your own are: the model built
         on the CPU, a data set with a length, and a function from (model, batch) to a Loss.
         """
-        self.task = task = task_for(self.config, task, model, data, loss, valid, collate, count)
+        with self._memory_explained("while the run was prepared"):
+            of_config = task is None and model is None
+            self.task = task_for(self.config, task, model, data, loss, valid, collate, count)
+            for rehearsal in self._rehearsals if of_config else ():
+                self.task = rehearsal.task(self, self.task)
+            self._prepare_data()
+            self._parts = self._build_parts()
+            if self.plan.finds_batch_size:
+                self._find_batch_size()
+            if (graphs := Graphs.of(self.parts, self.batching.accumulation)) is not None:
+                self.observers.append(graphs)
+            self.checkpoints.open(self.parts)
+            self._know_what_run_it_is()
+            self.startup.lap("model")
+        for observer in self.observers:
+            observer.prepared(self)
+        return self.model
+
+    def _prepare_data(self) -> None:
         beat(Phase.PREPARE, 0)
         seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
-        self.world.on_each_machine(task.prepare_data)
-        self.train_data = task.train_data()
-        self.valid_data = task.valid_data()
+        self.world.on_each_machine(self.task.prepare_data)
+        self.train_data = self.task.train_data()
+        self.valid_data = self.task.valid_data()
         check_data(self.train_data, self.valid_data, self.world)
         self.startup.lap("data")
-        training = self.config.training
-        spread_model = parallelize(
-            self._build,
-            task.blocks,
-            task.tensor_plan,
-            self.strategy,
-            training,
-            self.layout,
-            self.batching.accumulation,
-            self._trial(),
+
+    def _build_parts(self) -> Parts:
+        """The model on the ranks, and everything that is made for it afterwards."""
+        training, task, strategy = self.config.training, self.task, self.strategy
+        spec = ModelSpec(
+            build=self._build,
+            find_blocks=task.blocks,
             find_regions=task.regions if self._compiles() else None,
+            tensor_plan=task.tensor_plan,
+            trial=self._trial(),
+            micro_batches=self.batching.accumulation,
             one_size=task.one_size,
-            narrows=task.narrow_weights if training.narrow_weights == "auto" else training.narrow_weights,
+            low_precision=task.narrow_weights if training.narrow_weights == "auto" else training.narrow_weights,
         )
+        strategy.wrap(spec, self.layout)
         lr = resolve_learning_rate(training, self.batching.global_batch)
         precision = Precision(training.precision, self.world.device.type)
         precision.settle()
         scaler = precision.scaler()
-        self._parts = Parts(
-            config=self.config,
-            task=task,
-            world=self.world,
-            spread=spread_model,
-            optimizer=build_optimizer(
-                spread_model.module,
-                training.optimizer,
-                lr,
-                sharded=self.strategy == "zero1" and self.world.size > 1,
-                narrow=spread_model.narrow if spread_model.regions is not None and not scaler.is_enabled() else None,
-            ),
-            schedule=Schedule(training.scheduler, lr, self.total_steps),
-            precision=precision,
-            scaler=scaler,
+        from_copies = strategy.regions is not None and not scaler.is_enabled() and not strategy.shards_optimizer
+        optimizer = build_optimizer(
+            strategy.module,
+            training.optimizer,
+            lr,
+            make=strategy.make_optimizer,
+            copies=strategy.low_precision if from_copies else None,
         )
-        spread_model.updates_from_copies = isinstance(self._parts.optimizer, LowPrecisionAdamW)
-        spread_model.model.train()
-        if self.finds_batch:
-            self._find_batch()
-        self.graphs = Graphs.of(self._parts, self.strategy, self.batching.accumulation)
-        # Ranks that hold the same tensors write a part of them each.
-        copies = self.layout.data_size // self.layout.size("shard")
-        self.checkpoints.open(spread_model.module.parameters(), copies)
-        self.startup.lap("model")
-        return spread_model.model
+        strategy.updates_from_copies = isinstance(optimizer, LowPrecisionAdamW)
+        strategy.model.train()
+        schedule = Schedule(training.scheduler, lr, self.total_steps)
+        return Parts(self.config, task, self.world, strategy, optimizer, schedule, precision, scaler)
 
     def _build(self) -> nn.Module:
         self.startup.lap("model")
@@ -226,17 +264,16 @@ class Session:
         """Whether the model's blocks are compiled. It follows from the config alone, so that a resumed run does the same."""
         wanted = self.config.training.compile
         if wanted == "auto":
-            proven = self.world.device.type == "cuda" and self.strategy in ("single", "ddp", "zero1", "fsdp")
+            proven = self.world.device.type == "cuda" and self.strategy.compiles
             return proven and self.total_steps >= COMPILING_PAYS_AFTER
         return wanted
 
-    def _find_batch(self) -> None:
-        regions = self.parts.spread.regions
+    def _find_batch_size(self) -> None:
+        regions = self.strategy.regions
         with regions.resting() if regions is not None else nullcontext():
-            size, self.batch_found = find_batch_size(self)
+            size, how = find_batch_size(self.parts, self.plan, self.train_data, self.order())
         self.config = self.task.config = self.parts.config = with_batch_size(self.config, size)
-        self.finds_batch = False
-        self.place.found_batch(self.config.training)
+        self.plan.found_batch_size(self.config.training, how)
         lr = resolve_learning_rate(self.config.training, self.batching.global_batch)
         self.parts.schedule = Schedule(self.config.training.scheduler, lr, self.total_steps)
 
@@ -249,15 +286,13 @@ class Session:
 
         return trial
 
-    @property
-    def parts(self) -> Parts:
-        if self._parts is None:
-            raise ShardwiseError("call session.prepare() first")
-        return self._parts
+    def _know_what_run_it_is(self) -> None:
+        origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""
+        self.state.global_batch, self.state.samples = self.batching.global_batch, len(self.train_data)
+        self.state.seed, self.state.order = self.config.seed, f"{origin} {self.order().name}".strip()
 
-    @property
-    def model(self) -> nn.Module:
-        return self.parts.spread.model
+    def _memory_explained(self, doing: str) -> AbstractContextManager[None]:
+        return memory_explained(doing, self.plan, lambda: self._parts)
 
     # ---------------------------------------------------------------- step
 
@@ -268,7 +303,8 @@ class Session:
     @property
     def total_steps(self) -> int:
         """Of the whole run: those before this session, and those left from where it started."""
-        training, (step, cursor) = self.config.training, self.begun_at
+        training, begun = self.config.training, self.resumed_from or RunState()
+        step, cursor = begun.step, begun.cursor
         epochs_after = max(0, training.max_epochs - cursor.epoch - 1)
         in_this_epoch = self.batching.steps_per_epoch(len(self.train_data) - cursor.consumed)
         left = in_this_epoch + epochs_after * self.steps_per_epoch if cursor.epoch < training.max_epochs else 0
@@ -276,6 +312,8 @@ class Session:
 
     def batches(self) -> Generator[StepBatch]:
         """This rank's share of each global batch, from the cursor to the end of the run."""
+        for rehearsal in self._rehearsals:
+            rehearsal.before_first_batch(self)
         with garbage_kept_small():
             while self.steps_done < self.total_steps:
                 self._went_back = False
@@ -300,7 +338,7 @@ class Session:
         return StepLoader(
             Reader(self.train_data, self.task.collate, self.task.count, self.config.seed),
             self.order(),
-            self.place.per_process,
+            self.plan.per_process,
             self.layout.data_rank,
             self.world.device,
             self.config.data,
@@ -311,53 +349,57 @@ class Session:
     def order(self) -> GlobalOrder:
         """Which samples make up which step, in every epoch."""
         data, seed = self.train_data, self.config.seed
-        return data.order(seed) if isinstance(data, BatchedSamples) else GlobalOrder(len(data), seed)
+        order = data.order(seed) if isinstance(data, BatchedSamples) else GlobalOrder(len(data), seed)
+        for rehearsal in self._rehearsals:
+            order = rehearsal.order(order)
+        return order
 
-    @memory_explained(lambda session: f"step {session.steps_done + 1}")
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
-        self.checkpoints.poll()
-        if position_of(batch, len(self.train_data)) in self.skipped_batches:
+        with self._memory_explained(f"step {self.steps_done + 1}"):
+            self.checkpoints.poll()
+            for observer in self.observers:
+                observer.before_step(self, batch)
+            result = self._step(batch)
+            for observer in self.observers:
+                observer.after_step(self, batch, result)
+            return result
+
+    def _step(self, batch: StepBatch) -> StepResult:
+        if position_of(batch, len(self.train_data)) in self.state.skipped_batches:
             return self._made(skipped_batch_step(self.parts, batch, self.steps_done), batch)
-        with self.graphs.recording(self.steps_done + 1) if self.graphs is not None else nullcontext():
+        try:
             result = run_step(
-                self.parts, batch, self.steps_done, stop=self._stopping(), bad=self.bad_loss, losses=self.recent_losses
+                self.parts,
+                batch,
+                self.steps_done,
+                stop=self._stopping(),
+                bad=self._pending.bad_loss,
+                losses=self.state.recent_losses,
+                gradients_ready=self._gradients_ready,
             )
-        self.settle()  # the step before, which a GPU has made meanwhile
+        except Exception as error:
+            for observer in self.observers:
+                observer.step_failed(self, error)
+            raise
+        self._pending.wait()  # for the step before, which a GPU has made meanwhile
         if result.stopped:
             return result
         if result.rollback:
             go_back(self, batch, result)
             self._went_back = True
             return result
-        self._pending_result = result
-        if result.awaited is None:
-            self.settle()
+        self._pending.follow(result)
         if result.loss is not None and not result.skipped:
-            self.recent_losses.add(result.loss)
+            self.state.recent_losses.add(result.loss)
         return self._made(result, batch)
 
-    def settle(self) -> None:
-        """Until the device has made the last step; if its numbers are bad, this says so. All ranks call it together."""
-        if self._pending_result is not None:
-            ahead, self._pending_result = self._pending_result, None
-            unasked = ahead.awaited is not None  # whoever has asked for its numbers made the host wait for the device
-            try:
-                self.bad_loss = ahead.settle().bad_loss
-                if self.graphs is not None and unasked:
-                    self.graphs.watch(ahead, self.total_steps - self.steps_done)
-            except ShardwiseError as error:
-                self.broken = error
-                raise
-
-    def forget_pending_result(self) -> None:
-        """The run goes on from elsewhere: what became of the last step does not matter any more."""
-        self._pending_result = self.broken = None
+    def _gradients_ready(self) -> None:
+        for observer in self.observers:
+            observer.gradients_ready(self)
 
     def _made(self, result: StepResult, batch: StepBatch) -> StepResult:
-        self.steps_done += 1
-        self.skipped_steps += result.skipped
-        self.cursor = batch.after
+        self.state.step_made(batch, skipped=result.skipped)
         self.checkpoints.step_made()
         return result
 
@@ -371,7 +413,6 @@ class Session:
 
     # ---------------------------------------------------------------- evaluate
 
-    @memory_explained(lambda session: f"evaluation after step {session.steps_done}")
     def evaluate(self) -> dict[str, float] | None:
         """Metrics on the validation data; empty if the task has none. All ranks call it together.
 
@@ -379,21 +420,30 @@ class Session:
         """
         if self.valid_data is None or not len(self.valid_data):
             return {}
+        with self._memory_explained(f"evaluation after step {self.steps_done}"):
+            self.strategy.share_buffers()
+            pictures = Path(self.config.run_folder) / "pictures"
+            metrics = run_evaluation(
+                self.parts, self._valid_batches(self.valid_data), pictures, self.steps_done, stop=self._stopping
+            )
+        for observer in self.observers if metrics is not None else ():
+            observer.evaluated(self, metrics or {})
+        return metrics
+
+    def _valid_batches(self, data: Any) -> StepLoader:
         if self._valid_loader is None:
             # Its workers stay until the end: to fork again in the middle of a run takes time, and a fork while another
             # thread starts or ends may hang (Python 3.11).
             self._valid_loader = StepLoader(
-                Reader(self.valid_data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
-                GlobalOrder(len(self.valid_data), self.config.seed, shuffle=False),
-                replace(self.place.per_process, accumulation=1, kept=None),
+                Reader(data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
+                GlobalOrder(len(data), self.config.seed, shuffle=False),
+                replace(self.plan.per_process, accumulation=1, kept=None),
                 self.layout.data_rank,
                 self.world.device,
                 self.config.data,
                 keep_workers=True,
             )
-        self.parts.spread.share_buffers()
-        pictures = Path(self.config.run_folder) / "pictures"
-        return run_evaluation(self.parts, self._valid_loader, pictures, self.steps_done, stop=self._stopping)
+        return self._valid_loader
 
     # ---------------------------------------------------------------- save and resume
 
@@ -402,7 +452,17 @@ class Session:
 
         It is written while training goes on, unless training.async_checkpoint is false; `wait()` waits for it.
         """
-        return save_run(self, metrics)
+        beat(Phase.SAVE, self.steps_done)
+        training = self.config.training
+        self._pending.wait()
+        if self._pending.broken is not None:
+            raise self._pending.broken
+        if training.on_nonfinite == "stop" and self.world.sum(self._pending.bad_loss is not None)[0]:
+            raise nonfinite_before(self.parts, self.steps_done, self._pending.bad_loss)
+        self.strategy.share_buffers()
+        self.state.evaluated((metrics or {}).get(training.monitor), training.monitor_mode)
+        self.state.scaler = self.parts.scaler.state_dict()
+        return self.checkpoints.save(self.parts, self.state)
 
     def wait(self) -> None:
         """Until the newest checkpoint is in place. If it could not be written, this says why."""
@@ -412,4 +472,31 @@ class Session:
 
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
-        return resume_run(self, which)
+        beat(Phase.RESUME, 0)
+        found = self.checkpoints.load(self.parts, which)
+        if found is None:
+            return None
+        path, loaded = found
+        if self.strategy.needs_rehearsal and not self.steps_done:
+            rehearse(self.parts, self.first_inputs())
+        self.extra_state_lost = not load_extra_state(self.parts, path)
+        refuse_another_run(loaded, self.state)
+        self.checkpoints.go_on(path, loaded.step)
+        self._go_on_from(loaded)
+        for observer in self.observers:
+            observer.resumed(self, path)
+        return path
+
+    def _go_on_from(self, loaded: RunState) -> None:
+        self._pending.forget()
+        self.state, self.resumed_from = loaded, replace(loaded)
+        self._know_what_run_it_is()
+        self.parts.schedule = replace(self.parts.schedule, run_steps=self.total_steps)
+        if loaded.scaler and self.parts.scaler.is_enabled():
+            self.parts.scaler.load_state_dict(loaded.scaler)
+
+    def _written(self, written: Written) -> None:
+        if written.problem and self.world.is_first:
+            log.warning(f"{written.problem}; training goes on, earlier checkpoints are still there")
+        for observer in self.observers:
+            observer.saved(self, written)

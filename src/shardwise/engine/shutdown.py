@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from shardwise.checkpoint import Written
+from shardwise.engine.observers import Observer
+from shardwise.engine.run import Run
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, TIME_IS_UP
 
 ASKED_BY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -30,7 +33,7 @@ def seconds_to_leave(after: float, step: float, save: float) -> float:
     return save + 2 * step + min(MARGIN * after, MOST_MARGIN)
 
 
-class Stop:
+class Stop(Observer):
     def __init__(self, after: float | None = None, began: float | None = None) -> None:
         """`after`: seconds that the run may take, since `began` of the monotonic clock."""
         self.after = after
@@ -67,8 +70,8 @@ class Stop:
     def stepped(self, seconds: float) -> None:
         self.step_seconds = max(seconds, 0.9 * self.step_seconds)
 
-    def saved(self, seconds: float) -> None:
-        self.save_seconds = max(seconds, self.save_seconds or 0.0)
+    def saved(self, run: Run, written: Written) -> None:
+        self.save_seconds = max(written.seconds, self.save_seconds or 0.0)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

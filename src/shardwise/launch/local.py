@@ -29,6 +29,7 @@ from shardwise.launch.rendezvous import meet
 from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
+from shardwise.parallel import strategy_for
 from shardwise.watch.diagnosis import Kind
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
@@ -50,7 +51,7 @@ def local_rank_count(config: Config, *, cuda_devices: int) -> int:
                 "Lower it, or set training.device: cpu to run that many ranks on the CPU"
             )
         return training.num_gpus
-    if training.strategy in ("single", "dp"):
+    if training.strategy is not None and strategy_for(config, 1).one_process:
         return 1
     return 2 if on_cpu else max(1, cuda_devices)
 

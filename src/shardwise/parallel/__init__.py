@@ -1,11 +1,11 @@
-"""How the model is spread: the world of ranks, and the strategies that put a model onto it.
+"""How the model is laid over devices: the world of ranks, what a strategy is (strategy.py), and one file for each.
 
 Knows nothing of tasks, data or the loop.
 """
 
-from shardwise.parallel.compatibility import refuse_incompatible
 from shardwise.parallel.layout import Layout
-from shardwise.parallel.parallelize import ParallelModel, parallelize
+from shardwise.parallel.recipe import ModelSpec
+from shardwise.parallel.strategy import Devices, Strategy, refuse, strategy_class, strategy_for
 from shardwise.parallel.world import World
 
-__all__ = ["Layout", "ParallelModel", "World", "parallelize", "refuse_incompatible"]
+__all__ = ["Devices", "Layout", "ModelSpec", "Strategy", "World", "refuse", "strategy_class", "strategy_for"]

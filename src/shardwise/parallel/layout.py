@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shardwise.config import Training
-from shardwise.config.mesh_shape import Axes, axes_of, copies_in
+from shardwise.errors import ConfigError
 from shardwise.parallel.world import World
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes, outermost first; empty where every rank has a whole copy of the model."""
 
 
 @dataclass(frozen=True)
@@ -21,17 +23,13 @@ class Layout:
     world: World
     axes: Axes
 
-    @classmethod
-    def of(cls, strategy: str, training: Training, world: World) -> Layout:
-        return cls(world, axes_of(strategy, training, world.size))
-
     def size(self, axis: str) -> int:
         return dict(self.axes).get(axis, 1)
 
     @property
     def data_size(self) -> int:
         """How many different shares of a global batch there are."""
-        return copies_in(self.axes, self.world.size)
+        return self.world.size // (self.size("stage") * self.size("tensor"))
 
     @property
     def data_rank(self) -> int:
@@ -76,3 +74,12 @@ class Layout:
     def first_copy(self) -> int:
         """The global rank of the first of them."""
         return self.stage * (self.world.size // self.size("stage"))
+
+
+def group_size(key: str, size: int, ranks: int) -> int:
+    """Of the groups that `training.<key>` divides the ranks into; refused if it cannot."""
+    if size < 2 or ranks % size:
+        fits = [number for number in range(2, ranks + 1) if ranks % number == 0]
+        hint = f"{ranks} ranks can be divided by {', '.join(map(str, fits))}" if fits else "it needs two ranks or more"
+        raise ConfigError(f"training.{key}: {size} does not go with {ranks} rank(s): {hint}")
+    return size

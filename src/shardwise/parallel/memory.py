@@ -42,21 +42,41 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer + self.gathered
 
 
-def state_bytes(sizes: ModelSizes, training: Training, strategy: str, ranks: int) -> StateBytes:
-    """`strategy`: single, ddp, zero1, or a sharding strategy of fsdp over `ranks`."""
+@dataclass(frozen=True)
+class Shortage:
+    """A run that does not fit into a device's memory."""
+
+    sizes: ModelSizes
+    ranks: int
+    missing: float
+    """Bytes, at least."""
+    state: float
+    """Bytes of weights, gradients and optimizer state that were measured on the device."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    what: str
+    """What to write into the file."""
+    saves: float
+    """Bytes on this rank, estimated."""
+
+
+def whole_copy(sizes: ModelSizes, training: Training) -> StateBytes:
+    """On a device that has all of the model."""
     wide = 2 if training.precision == "bf16-true" else 4
-    narrow = 2 if training.precision in ("bf16-true", "bf16-mixed", "16-mixed") else 4
     moments = {"sgd": 1 if training.optimizer.momentum else 0}.get(training.optimizer.name, 2)
-    weights, gradients, optimizer = sizes.parameters * wide, sizes.trained * wide, moments * sizes.trained * wide
-    if strategy in ("single", "dp", "ddp", "NO_SHARD"):
-        return StateBytes(weights, gradients, optimizer)
-    if strategy == "zero1":
-        return StateBytes(weights, gradients, optimizer / ranks)
-    gathered = (
-        sizes.parameters if strategy == "SHARD_GRAD_OP" else 2 * sizes.largest_block
-    )  # one computes, one is ahead
-    return StateBytes(weights / ranks, gradients / ranks, optimizer / ranks, gathered * narrow)
+    return StateBytes(sizes.parameters * wide, sizes.trained * wide, moments * sizes.trained * wide)
+
+
+def compute_bytes(training: Training) -> int:
+    """Of one number that the model computes with."""
+    return 2 if training.precision in ("bf16-true", "bf16-mixed", "16-mixed") else 4
 
 
 def gib(number: float) -> str:
     return f"{number / 2**30:.3g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"
+
+
+def short_bytes(number: float) -> str:
+    return f"{number / 2**20:.3g} MiB" if number >= 2**19 else f"{number / 2**10:.3g} KiB"

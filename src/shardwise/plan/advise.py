@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwise.config import Training
+from shardwise.config import Fsdp, Training
 from shardwise.errors import ConfigError
-from shardwise.parallel.memory import ModelSizes, StateBytes, gib, state_bytes
+from shardwise.parallel import strategy_class
+from shardwise.parallel.memory import ModelSizes, StateBytes, gib
 from shardwise.tasks import Task
 
 FOR_ACTIVATIONS = 0.4
@@ -57,6 +58,15 @@ def advise(
         tensor_sizes = divisors(machines)
     chosen, reasons = _choose(table, fits, machines, sizes, room, tensor_sizes)
     return Advice(chosen, reasons, _lines(chosen, fits, tensor_sizes), table)
+
+
+def state_bytes(sizes: ModelSizes, training: Training, name: str, ranks: int) -> StateBytes:
+    """What a device holds. `name`: a strategy, or one of fsdp's ways to shard, over so many ranks that share a model."""
+    plain = training.model_copy(update={"fsdp": None, "num_nodes": 1})
+    if name.isupper():
+        options = Fsdp(sharding_strategy=name)  # type: ignore[arg-type]
+        return strategy_class("fsdp")(plain.model_copy(update={"fsdp": options})).held_bytes(sizes, ranks)
+    return strategy_class(name)(plain).held_bytes(sizes, ranks)
 
 
 def divisors(machines: Machines) -> list[int]:

@@ -12,6 +12,7 @@ from shardwise.config import Training
 from shardwise.data.cache import cache_folder
 from shardwise.errors import ConfigError
 from shardwise.kernels.types import COMPUTE_TYPES
+from shardwise.parallel import strategy_for
 
 
 def on_cuda(training: Training) -> bool:
@@ -29,12 +30,7 @@ def decide_packing(wanted: Any, *, cuda: bool, problem: Callable[[], str]) -> bo
 
 
 def strategy_against_packing(config: Any, samples: str) -> str:
-    training, strategy = config.training, config.strategy_on(1)
-    if strategy in ("dp", "pipeline"):
-        return f"strategy {strategy} cuts a micro-batch along its rows, and packed {samples}s are one row"
-    if strategy == "tensor" and training.tensor is not None and training.tensor.sequence_parallel:
-        return f"training.tensor.sequence_parallel cuts the rows themselves, in the middle of a {samples}"
-    return ""
+    return strategy_for(config, 1).packing_problem(samples)
 
 
 def computes_in(training: Training) -> torch.dtype:

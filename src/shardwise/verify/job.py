@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shardwise.config import Batching, Config, resolve_batching
-from shardwise.config.mesh_shape import copies_on
-from shardwise.config.schema import Strategy
-
-SPREADING = set(get_args(Strategy)) - {"ddp"}
-"""Blocks of `training` that choose a strategy by being there. The ddp block holds settings only."""
+from shardwise.config.strategies import ALONE, selecting_blocks
+from shardwise.parallel import strategy_for
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ def as_asked(config: Config, job: Job) -> Config:
     """The config of the run that is being verified, with the strategy of the command line."""
     if job.strategy is None:
         return config
-    others = frozenset(SPREADING - {job.strategy})
+    others = frozenset(selecting_blocks() - {job.strategy})
     return Changes({"strategy": job.strategy}, others).applied(config)
 
 
@@ -114,12 +111,12 @@ def config_for(config: Config, job: Job) -> Config:
     if job.plan:
         put["gradient_clip"] = job.plan.clip
     if job.world == 1 and job.spread != "ranks":
-        put["strategy"] = "single"
-        leave_out |= SPREADING | {"num_nodes"}
+        put["strategy"] = ALONE
+        leave_out |= selecting_blocks() | {"num_nodes"}
     if job.spread == "whole":
         put |= {"batch_size": batching.global_batch, "gradient_accumulation": 1}
     else:
-        copies = 1 if job.spread == "split" else copies_on(asked, job.world)
+        copies = 1 if job.spread == "split" else strategy_for(asked, job.world).copies(job.world)
         per_rank = batching.world * batching.accumulation // copies
         put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_rank}
     if asked.training.ddp.comm_hook != "none":  # compressed gradients are other gradients, by design
@@ -130,7 +127,7 @@ def config_for(config: Config, job: Job) -> Config:
 
 def batching_of(config: Config, ranks: int) -> Batching:
     """Among the copies of the model that so many ranks hold: those of a pipeline share one."""
-    return resolve_batching(config.training, copies_on(config, ranks))
+    return resolve_batching(config.training, strategy_for(config, ranks).copies(ranks))
 
 
 def environment_for(rank: int, job: Job, port: int, environ: Mapping[str, str]) -> dict[str, str]:

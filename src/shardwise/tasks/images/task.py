@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.config.images import ImagesData, ImagesModel
 from shardwise.errors import ConfigError
+from shardwise.parallel import strategy_for
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.model import build_classifier, pretrained_look
@@ -79,7 +80,7 @@ class ImagesTask(Task):
                 "fails on the mixture): use bf16-mixed"
             )
         # fully_shard refuses weights in any other than the plain order (torch 2.13).
-        if self._model_options.channels_last and self.config.strategy_on(1) not in ("fsdp", "pipeline", "tensor"):
+        if self._model_options.channels_last and strategy_for(self.config, 1).keeps_memory_format:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.config import parse_config
-from shardwise.config.mesh_shape import copies_on
 from shardwise.errors import ConfigError
+from shardwise.parallel import strategy_for
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ from shardwise.errors import ConfigError
     ],
 )
 def test_ranks_that_share_a_model_share_its_samples(training: str, ranks: int, copies: int) -> None:
-    assert copies_on(parse_config(f"task: chess\ntraining: {{{training}}}"), ranks) == copies
+    assert strategy_for(parse_config(f"task: chess\ntraining: {{{training}}}"), ranks).copies(ranks) == copies
 
 
 def test_a_number_of_ranks_that_does_not_divide_is_refused_with_those_that_do() -> None:
     with pytest.raises(
         ConfigError, match=r"tensor.size: 4 does not go with 6 rank\(s\): 6 ranks can be divided by 2, 3, 6"
     ):
-        copies_on(parse_config("task: chess\ntraining: {tensor: {size: 4}}"), 6)
+        strategy_for(parse_config("task: chess\ntraining: {tensor: {size: 4}}"), 6).copies(6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.engine.clip import clip, global_norm, gradients
+from shardwise.parallel.gradients import clip, global_norm, gradients
 
 
 def parameters_with_gradients(scale: float) -> list[nn.Parameter]:

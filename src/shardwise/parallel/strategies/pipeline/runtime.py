@@ -1,24 +1,15 @@
-"""Pipeline parallelism: the blocks of a model are cut into stages, and micro-batches pass from one to the next.
-
-The model's own code runs on every stage, from the top. The blocks that a stage does not have are stood in for: one
-before its own hands on what the stage before sent, one after them ends the forward pass there. So what lies around the
-blocks (masks, positions, rotary tables) is computed on every stage from the batch, and any task that names its blocks
-can be cut. Weights outside the blocks belong to the first stage if they are registered before the blocks, else to the
-last; on the others zeros that take no memory stand in for them.
-"""
+"""The pipe itself: micro-batches pass through the pieces of a model in the order of a schedule."""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -30,81 +21,22 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from shardwise.config import Fsdp, Training
 from shardwise.config.schema import Pipeline as Options
-from shardwise.errors import ConfigError
-from shardwise.parallel.activation_checkpointing import recompute
-from shardwise.parallel.compatibility import FINE
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.object_collectives import broadcast_plain, broadcast_tree, dtype_name, gather_plain
-from shardwise.parallel.pipeline_split import Leave, Piece, Sketch, cut_evenly, graft, has_tied_ends, weigh
-from shardwise.parallel.shard import refuse_what_cannot_be_sharded, shard
-from shardwise.parallel.timing import block_times
-from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
+from shardwise.parallel.strategies.pipeline.split import Leave, Piece, Sketch, graft
+from shardwise.parallel.strategy import Forward, MicroBatch
 
 Boundary = tuple[torch.Size, torch.dtype]
 
-
-class MicroBatch(Protocol):
-    inputs: Any
-
-
-Forward = Callable[[nn.Module, Any], Tensor]
-"""(model, micro-batch) → its weighted loss."""
-Trial = Callable[[nn.Module, torch.device], Tensor]
-"""(model, device) → the loss of a few samples."""
-
+FINE = ("interleaved", "zero_bubble")
+"""Schedules that have several pieces of the model on a rank."""
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-
-
-def build_pipeline(
-    shape: nn.Module,
-    find_blocks: FindBlocks,
-    weights: Weights,
-    training: Training,
-    layout: Layout,
-    micro_batches: int,
-    trial: Trial,
-) -> Pipeline:
-    """This rank's pieces of the model, each with its own weights."""
-    options = training.pipeline or Options()
-    stages = layout.size("stage")
-    count = stages * (options.pieces_per_rank if options.schedule in FINE else 1)
-    shape = copy.deepcopy(shape).to("meta")
-    blocks = find_blocks(shape)
-    if len(blocks) < count:
-        raise ConfigError(
-            f"strategy pipeline: the model has {len(blocks)} block(s), too few for {count} pieces ({options.schedule} on "
-            f"{stages} stages). Use fewer training.pipeline.stages, or fsdp"
-        )
-    if options.schedule == "zero_bubble" and has_tied_ends(shape, blocks):
-        raise ConfigError(
-            "training.pipeline.schedule: zero_bubble cannot take a model whose input and output share weights (torch 2.13); "
-            "untie them, or use interleaved"
-        )
-    sketch = Sketch(shape, find_blocks, layout.world.device)
-    sketch.check(lambda model: trial(model, layout.world.device))
-    sizes = (
-        weigh(shape, blocks) if options.balance == "parameters" else _times(shape, find_blocks, weights, layout, trial)
-    )
-    edges = cut_evenly(sizes, count)
-    pieces = []
-    for number in range(layout.stage, count, stages):
-        model = copy.deepcopy(shape)
-        piece = Piece(model, find_blocks(model), number, edges, layout.world.device)
-        own = recompute(model, piece.own_blocks, training.fsdp or Fsdp())
-        if training.fsdp is not None:
-            refuse_what_cannot_be_sharded(model)
-            shard(piece, own, training, layout)
-        materialize(piece, layout.world.device)
-        pieces.append(piece)
-    _receive(pieces, weights, layout)
-    return Pipeline(shape, sketch, pieces, edges, options, layout, micro_batches, sharded=training.fsdp is not None)
 
 
 def predicted_bubble(options: Options, stages: int, micro_batches: int) -> float:
@@ -321,44 +253,3 @@ class Pipeline(nn.Module):
             hidden = torch.empty(shape, dtype=getattr(torch, dtype), device=self.layout.world.device)
             dist.recv(hidden, src=source, group=self.group)
         return hidden
-
-
-def _times(shape: nn.Module, find_blocks: FindBlocks, weights: Weights, layout: Layout, trial: Trial) -> list[float]:
-    def measure() -> list[float]:
-        model = materialize(copy.deepcopy(shape), torch.device("cpu"))
-        model.load_state_dict(weights.state, strict=False)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(weights.buffers[name])
-        return block_times(model.train(), find_blocks(model), lambda whole: trial(whole, torch.device("cpu")))
-
-    times: list[float] = layout.world.on_first(measure)
-    return times
-
-
-def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
-    """Each tensor travels to all ranks in turn, and stays where it is needed: no rank ever holds the whole model."""
-    world = layout.world
-    whole = {**weights.state, **weights.buffers}
-    wanted = [
-        {original_name(name) for name, _ in [*piece.model.named_parameters(), *piece.model.named_buffers()]}
-        for piece in pieces
-    ]
-    kept: list[dict[str, Tensor]] = [{} for _ in pieces]
-    for name, (shape, dtype) in world.from_first(
-        {name: (list(each.shape), dtype_name(each.dtype)) for name, each in whole.items()}
-    ).items():
-        tensor = (
-            whole[name].to(world.device)
-            if world.is_first
-            else torch.empty(shape, dtype=getattr(torch, dtype), device=world.device)
-        )
-        dist.broadcast(tensor, src=0)
-        for names, own in zip(wanted, kept, strict=True):
-            if name in names:
-                own[name] = tensor
-    for piece, own in zip(pieces, kept, strict=True):
-        names = {original_name(name) for name in piece.model.state_dict()}
-        options = StateDictOptions(full_state_dict=True, strict=False)
-        set_model_state_dict(piece.model, {name: own[name] for name in own if name in names}, options=options)
-        for name, buffer in piece.model.named_buffers():
-            buffer.copy_(own[original_name(name)])

@@ -1,0 +1,88 @@
+"""RunState: all that a run must remember, besides its tensors. A session holds it, a checkpoint writes it, a resume returns it.
+
+Random states and the learning rate are not here: they follow from the seed and the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.data import Cursor, StepBatch
+from shardwise.data.manifest import read_manifest
+from shardwise.engine.loss_guard import LossHistory
+from shardwise.errors import CheckpointError
+
+Position = tuple[int, int]
+"""Of a global batch: its epoch, and the samples of it that come before."""
+
+
+@dataclass
+class RunState:
+    step: int = 0
+    """Steps made."""
+    cursor: Cursor = field(default_factory=Cursor)
+    skipped_steps: int = 0
+    metric: float | None = None
+    """`training.monitor`, as it was evaluated at this step; None where it was not."""
+    best_metric: float | None = None
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """The loss scale of fp16."""
+    skipped_batches: list[Position] = field(default_factory=list)
+    """Global batches that rollbacks leave out."""
+    recent_losses: LossHistory = field(default_factory=LossHistory)
+    """Of the last steps, where spikes are watched for: a resumed run must find the same ones."""
+
+    # What makes it this run: to notice a resume in another one.
+    global_batch: int = 0
+    samples: int = 0
+    seed: int = 0
+    order: str = ""
+    """The name of the order in which samples come."""
+
+    def step_made(self, batch: StepBatch, *, skipped: bool) -> None:
+        self.step += 1
+        self.skipped_steps += skipped
+        self.cursor = batch.after
+
+    def evaluated(self, metric: float | None, mode: str) -> None:
+        """Before a checkpoint of this step: what the monitored metric is, if it is known. `mode`: min or max is best."""
+        self.metric = metric
+        if metric is None or not math.isfinite(metric):
+            return
+        best = self.best_metric
+        if best is None or (metric < best if mode == "min" else metric > best):
+            self.best_metric = metric
+
+    def as_plain(self) -> dict[str, Any]:
+        """As JSON knows it."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        cursor = {"epoch": self.cursor.epoch, "consumed": self.cursor.consumed}
+        skipped_batches = [list(position) for position in self.skipped_batches]
+        return {
+            **values,
+            "cursor": cursor,
+            "skipped_batches": skipped_batches,
+            "recent_losses": [*self.recent_losses.recent],
+        }
+
+    @classmethod
+    def of_checkpoint(cls, folder: Path) -> RunState:
+        try:
+            values = dict(read_manifest(folder)["about"])
+            values.setdefault("skipped_batches", values.pop("left_out", []))  # its name in version 0.1.0
+            values["skipped_batches"] = [(int(epoch), int(before)) for epoch, before in values["skipped_batches"]]
+            values["recent_losses"] = LossHistory(values.get("recent_losses", ()))
+            return cls(**{**values, "cursor": Cursor(**values["cursor"])})
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} was not written by this version of shardwise: {error}"
+            ) from None
+
+
+def position_of(batch: StepBatch, samples: int) -> Position:
+    """`samples`: of an epoch."""
+    end = batch.after.consumed if batch.after.epoch == batch.epoch else samples
+    return batch.epoch, end - batch.samples

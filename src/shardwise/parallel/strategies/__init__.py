@@ -1,0 +1,4 @@
+"""One strategy, one file (or folder): all of it is in there, and no other file knows its name.
+
+Who adds one: CONTRIBUTING.md, "How to add a strategy".
+"""
