@@ -97,7 +97,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     )
     torch.set_num_threads(1)
     keys = [f"training.{each}" for each in overrides]
-    copies = copies_on(parse_config(CONFIG, keys), size)
+    copies = strategy_for(parse_config(CONFIG, keys), size).copies(size)
     micro_batches = 2 * size if "strategy=pipeline" in overrides else 1
     config = parse_config(CONFIG, [*keys, f"training.batch_size={16 // (copies * micro_batches)}"])
     with Session(config) as session:

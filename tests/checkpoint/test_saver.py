@@ -20,7 +20,6 @@ from shardwise.checkpoint import CheckpointStore, Saver, load_into, load_model
 from shardwise.checkpoint import saver as saver_room
 from shardwise.checkpoint import state as state_room
 from shardwise.checkpoint import tensors as tensors_room
-from shardwise.data import Cursor
 from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
 from shardwise.engine import checkpointing
 from shardwise.errors import CheckpointError
@@ -28,8 +27,8 @@ from shardwise.parallel import World
 from tests.tasks import config_of
 
 
-def progress(step: int) -> Progress:
-    return Progress(step, Cursor(0, 4 * step), 0, None, None, {}, global_batch=4, samples=53, seed=3)
+def about(step: int) -> dict[str, Any]:
+    return {"step": step, "cursor": {"epoch": 0, "consumed": 4 * step}, "metric": None}
 
 
 def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -90,7 +89,7 @@ def test_a_checkpoint_holds_the_step_it_was_asked_at_although_training_goes_on(
 ) -> None:
     model, optimizer = trained()
     before = copied(model)
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     step(model, optimizer)
     assert saver.finished() == [], "it is under way"
     assert store.every() == []
@@ -105,10 +104,11 @@ def test_a_checkpoint_holds_the_step_it_was_asked_at_although_training_goes_on(
 
 def test_weights_buffers_and_moments_come_back_bit_for_bit(store: CheckpointStore, saver: Saver) -> None:
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     saver.wait()
     other, moments = trained(seed=1)
-    assert load_into(other, moments, "auto", store, World.alone()) == (store.place(1), progress(1))
+    assert load_into(other, moments, "auto", store, World.alone()) == store.place(1)
+    assert read_manifest(store.place(1))["about"] == about(1)
     assert same(copied(model), copied(other))
     for mine, theirs in zip(optimizer.state.values(), moments.state.values(), strict=True):
         assert same(mine, theirs)
@@ -122,7 +122,7 @@ def test_weights_buffers_and_moments_come_back_bit_for_bit(store: CheckpointStor
 
 def test_the_files_are_plain_safetensors_of_which_any_tool_can_read_the_weights(saver: Saver) -> None:
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     (written,) = saver.wait()
     found = load_file(written.path / "rank-0000-000.safetensors")
     assert same({f"model.{name}": value for name, value in copied(model).items()},
@@ -135,7 +135,7 @@ def test_a_large_state_is_spread_over_several_files(
 ) -> None:
     monkeypatch.setattr(tensors_room, "FILE_BYTES", limit)
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     (written,) = saver.wait()
     assert len(list(written.path.glob("*.safetensors"))) > 3
     other, _ = trained(seed=1)
@@ -159,7 +159,7 @@ def test_what_is_no_tensor_comes_back_too(saver: Saver) -> None:
     model, other = Remembers(2, 2), Remembers(2, 2)
     model.note, other.note = "seen: 12", "seen: 0"
     optimizer = torch.optim.SGD(model.parameters())
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     (written,) = saver.wait()
     assert written.problem is None
     load_model(other, written.path)
@@ -173,9 +173,9 @@ def test_a_second_one_waits_for_the_first_so_that_there_is_never_more_than_one_c
     store: CheckpointStore, saver: Saver, gate: threading.Event
 ) -> None:
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     memory = saver._stage.files[0].body[0].data_ptr()
-    second = threading.Thread(target=lambda: saver.save(model, optimizer, progress(2)))
+    second = threading.Thread(target=lambda: saver.save(model, optimizer, 2, about(2)))
     second.start()
     second.join(0.2)
     assert second.is_alive(), "it waits"
@@ -197,7 +197,7 @@ def test_who_writes_what_is_agreed_once_and_anew_when_there_are_other_tensors(
         if number == 3:
             model.register_buffer("later", torch.arange(5))
         step(model, optimizer)
-        saver.save(model, optimizer, progress(number))
+        saver.save(model, optimizer, number, about(number))
         expected = copied(model)
         (written,) = saver.wait()
         assert written.problem is None
@@ -220,13 +220,13 @@ def test_training_that_waits_for_slow_storage_is_alive_but_not_for_ever(
             gate.set()
 
     saver = Saver(store, World.alone(), lambda: None, alive, patience=60.0)
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     saver.wait()
     assert len(beats) == 2
     gate.clear()
     beats.clear()
     impatient = Saver(store, World.alone(), lambda: None, alive, patience=0.0)
-    impatient.save(*trained(), progress(2))
+    impatient.save(*trained(), 2, about(2))
     assert impatient.wait(0.1) == [] and beats == [], "whoever watches will say that it hangs"
     gate.set()
     assert impatient.wait()[0].problem is None
@@ -239,12 +239,12 @@ def test_a_full_disk_is_told_and_leaves_the_last_good_one_and_no_half_of_another
     store: CheckpointStore, saver: Saver
 ) -> None:
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the kernel refuses to make any file longer
     try:
-        saver.save(model, optimizer, progress(2))
+        saver.save(model, optimizer, 2, about(2))
         (written,) = saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -253,13 +253,13 @@ def test_a_full_disk_is_told_and_leaves_the_last_good_one_and_no_half_of_another
     assert "rank 0: [Errno 27] File too large" in written.problem
     assert [path.name for path in store.folder.iterdir()] == ["step-00000001"]
     assert problems_of(store.place(1)) == []
-    saver.save(model, optimizer, progress(3))
+    saver.save(model, optimizer, 3, about(3))
     assert saver.wait()[0].problem is None, "the next one is tried as if nothing had been"
 
 
 def test_a_mistake_in_the_thread_is_not_lost(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_room, "write_staged", lambda *_: 1 / 0)
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     assert saver.wait()[0].problem == "ZeroDivisionError('division by zero')"
 
 
@@ -268,7 +268,7 @@ def test_old_ones_that_cannot_be_removed_do_not_make_the_new_one_a_failure(store
         raise PermissionError("not yours")
 
     saver = Saver(store, World.alone(), stuck)
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     assert saver.wait()[0].problem is None
     assert store.place(1).is_dir()
 
@@ -296,7 +296,7 @@ def reseal(folder: Path) -> None:
 def test_a_hostile_pickle_in_a_checkpoint_is_not_executed(saver: Saver, tmp_path: Path) -> None:
     model = Remembers(2, 2)
     model.note = Payload(tmp_path / "trace")
-    saver.save(model, torch.optim.SGD(model.parameters()), progress(1))
+    saver.save(model, torch.optim.SGD(model.parameters()), 1, about(1))
     (written,) = saver.wait()
     with pytest.raises(CheckpointError, match="Weights only load failed"):
         load_model(Remembers(2, 2), written.path)
@@ -307,7 +307,7 @@ def test_a_hostile_pickle_in_a_checkpoint_is_not_executed(saver: Saver, tmp_path
 
 @pytest.mark.parametrize("content", [b"\x80\x04N.", b"[]", b"{", b'{"a": 1}', b'{"model.x": {"dtype": "F99"}}'])
 def test_an_index_that_is_none_is_refused(saver: Saver, content: bytes) -> None:
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     (written,) = saver.wait()
     (written.path / "tensors.json").write_bytes(content)
     reseal(written.path)
@@ -316,7 +316,7 @@ def test_an_index_that_is_none_is_refused(saver: Saver, content: bytes) -> None:
 
 
 def test_an_index_cannot_name_files_outside_the_checkpoint(saver: Saver, tmp_path: Path) -> None:
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     (written,) = saver.wait()
     file = written.path / "tensors.json"
     (written.path / "rank-0000-000.safetensors").rename(tmp_path / "outside.safetensors")
@@ -328,7 +328,7 @@ def test_an_index_cannot_name_files_outside_the_checkpoint(saver: Saver, tmp_pat
 
 
 def test_a_manifest_cannot_name_files_outside_its_folder(saver: Saver, tmp_path: Path) -> None:
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     (written,) = saver.wait()
     (tmp_path / "outside").write_text("x")
     files = {name: entry_of(written.path / name) for name in json.loads((written.path / NAME).read_text())["files"]}
@@ -340,7 +340,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(saver: Saver, tmp_path:
 
 def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Saver, gate: threading.Event) -> None:
     began = time.perf_counter()
-    saver.save(*trained(), progress(1))
+    saver.save(*trained(), 1, about(1))
     returned = time.perf_counter() - began
     gate.set()
     (written,) = saver.wait()
@@ -373,10 +373,10 @@ def test_without_room_for_a_copy_it_is_written_piece_by_piece_before_training_go
     tight = Saver(CheckpointStore(tmp_path / "tight"), World.alone(), lambda: None, room=lambda: 100)
     model, optimizer = trained()
     model[0].weight.data = model[0].weight.data.T.contiguous().T  # type: ignore[index, union-attr, operator]
-    path = tight.save(model, optimizer, progress(1))
+    path = tight.save(model, optimizer, 1, about(1))
     assert problems_of(path) == [] and tight.made_wait
     assert tight._stage._buffers == [], "no memory was taken"
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     step(model, optimizer)  # which changes neither
     (written,), (copied_one,) = tight.wait(), saver.wait()
     assert not saver.made_wait and written.stall == written.seconds
@@ -388,8 +388,8 @@ def test_memory_that_is_held_already_is_room_enough(tmp_path: Path) -> None:
     room = 2**30
     saver = Saver(CheckpointStore(tmp_path), World.alone(), lambda: None, room=lambda: room)
     model, optimizer = trained()
-    saver.save(model, optimizer, progress(1))
+    saver.save(model, optimizer, 1, about(1))
     room = 0
-    saver.save(model, optimizer, progress(2))
+    saver.save(model, optimizer, 2, about(2))
     assert not saver.made_wait
     saver.wait()

@@ -23,6 +23,7 @@ from shardwise.checkpoint import store as store_room
 from shardwise.data import Cursor
 from shardwise.data import manifest as manifest_room
 from shardwise.data.manifest import NAME, FileEntry, entry_of, problems_of, read_manifest, surplus_in
+from shardwise.engine.state import RunState
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -36,10 +37,10 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    progress = Progress(7, Cursor(1, 20), 0, 0.25, 0.25, {}, global_batch=8, samples=53, seed=3)
+    state = RunState(7, Cursor(1, 20), metric=0.25, best_metric=0.25, global_batch=8, samples=53, seed=3)
     store = CheckpointStore(tmp_path_factory.mktemp("run") / "checkpoints")
     saver = Saver(store, World.alone(), lambda: None)
-    saver.save(model, optimizer, progress)
+    saver.save(model, optimizer, state.step, state.as_plain())
     return saver.wait()[0].path
 
 
@@ -72,7 +73,7 @@ def test_a_committed_checkpoint_is_whole(store: CheckpointStore) -> None:
     assert problems_of(found.path) == []
     assert (found.step, found.metric) == (7, 0.25)
     assert store.newest_whole() == (found.path, [])
-    assert Progress.read(found.path).cursor == Cursor(1, 20)
+    assert RunState.of_checkpoint(found.path).cursor == Cursor(1, 20)
 
 
 # ---------------------------------------------------------------- interrupted

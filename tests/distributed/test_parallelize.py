@@ -50,7 +50,10 @@ def _built(strategy: str) -> dict[str, Any]:
 
 
 def _look(session: Any) -> dict[str, Any]:
-    return {"weights": work.full_weights(session), "slope": dict(session.parts.strategy.module.named_buffers())["slope"]}
+    return {
+        "weights": work.full_weights(session),
+        "slope": dict(session.parts.strategy.module.named_buffers())["slope"],
+    }
 
 
 def test_under_fsdp_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(ranks: RankPool) -> None:

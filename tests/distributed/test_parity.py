@@ -133,7 +133,7 @@ def _train_with_a_huge_scale(session: Any) -> dict[str, Any]:
     record: dict[str, Any] = {"skipped": [], "weight": [float(work.full_weights(session)["norm.weight"].sum())]}
     for _ in range(6):  # 2^40 is halved at every step until the gradients fit
         session.state.cursor = type(session.cursor)(0, 0)
-        session.steps_done = 0
+        session.state.step = 0
         for batch in session.batches():
             record["skipped"].append(session.step(batch).skipped)
             record["weight"].append(float(work.full_weights(session)["norm.weight"].sum()))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine import optimizer as optimizer_module
-from shardwise.engine.session import Session
 from shardwise.engine.parts import Parts
+from shardwise.engine.session import Session
 from shardwise.errors import NonFiniteError
 from shardwise.tasks import Loss
 from tests.distributed import work

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import resolve_batching, with_batch_size
-from shardwise.engine.batch_size import _dividing, largest, found_before
+from shardwise.engine.batch_size import _dividing, found_before, largest
 from shardwise.errors import ConfigError
 from tests.tasks import config_of
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import re
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 
 from shardwise.config import with_batch_size
+from shardwise.data import StepBatch
 from shardwise.engine import graphs as graphs_module
-from shardwise.engine import step as step_module
+from shardwise.engine import run_ahead as run_ahead_module
 from shardwise.engine.batch_plan import BatchPlan
 from shardwise.engine.fit import fit
 from shardwise.engine.graphs import WATCHED, Graphs
@@ -25,7 +27,7 @@ from shardwise.engine.session import Session
 from shardwise.engine.step_result import StepResult
 from shardwise.errors import ConfigError, OutOfMemory, ShardwiseError
 from shardwise.kernels.regions import Regions, compile_regions
-from shardwise.parallel import World
+from shardwise.parallel import World, recipe, strategy_class
 from shardwise.tasks import Loss
 from tests.distributed import work
 from tests.engine.test_ahead import run_ahead
@@ -61,20 +63,30 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def graphs_of(session: Session, wanted: bool | str, strategy: str = "single", accumulation: int = 1) -> Graphs | None:
     training = session.config.training.model_copy(update={"cuda_graphs": wanted})
     session.parts.config = session.config.model_copy(update={"training": training})
-    device, session.world.device = session.world.device, torch.device("cuda")
-    try:
-        return Graphs.of(session.parts, strategy, accumulation)
-    finally:
-        session.world.device = device
+    laid = strategy_class(strategy)(training)
+    laid.regions = session.strategy.regions
+    parts = replace(session.parts, strategy=laid, world=replace(session.world, device=torch.device("cuda")))
+    graphs = Graphs.of(parts, accumulation)
+    if graphs is not None:
+        session.observers.append(graphs)
+    return graphs
 
 
 def watched(graphs: Graphs | None, *, idle: int = WATCHED, left: int = MANY, **times: float) -> bool:
     """Whether blocks are recorded after so many steps of a kind."""
     assert graphs is not None
-    for number in range(WATCHED):
+    for number in range(WATCHED + 1):
         assert not graphs.regions.replays
-        graphs.watch(StepResult(number + 1, device_idle=number < idle, times={**HOST, **times}), left)
+        made(graphs, StepResult(number + 1, device_idle=number < idle, times={**HOST, **times}), WATCHED + left)
     return graphs.regions.replays
+
+
+def made(graphs: Graphs, result: StepResult, total_steps: int, compiling: float = 0.0) -> None:
+    """A step, as a session tells of it."""
+    run: Any = SimpleNamespace(total_steps=total_steps)
+    graphs.before_step(run, StepBatch())
+    graphs.regions.seconds += compiling
+    graphs.after_step(run, StepBatch(), result)
 
 
 def test_where_the_device_waits_for_the_host_blocks_are_recorded(
@@ -106,14 +118,10 @@ def test_a_step_that_compiles_is_not_counted(session: Session, compiling: int) -
     graphs = graphs_of(session, "auto")
     assert graphs is not None
 
-    before = None
     for number in range(1, 60):
         slow = number == compiling
-        with graphs.recording(number):
-            graphs.regions.seconds += 5.0 * slow
-        if before is not None:
-            graphs.watch(before, 150)
-        before = StepResult(number, device_idle=True, times={**HOST, "compute": 5.0 if slow else 0.02})
+        result = StepResult(number, device_idle=True, times={**HOST, "compute": 5.0 if slow else 0.02})
+        made(graphs, result, number + 150, compiling=5.0 * slow)
     assert not graphs.regions.replays, "with 5 s in one of twenty steps it would seem to pay"
 
 
@@ -192,7 +200,7 @@ def test_what_the_config_cannot_have_is_refused_before_anything_is_read(
     finds = config.training.batch_size == "auto"
     world = World(rank=0, size=1, device=torch.device(device), local_rank=0, connected=False)
     with pytest.raises(ConfigError, match=rf"training\.cuda_graphs: true {said}"):
-        BatchPlan.of(with_batch_size(config, 4) if finds else config, world, elastic=False, finds_batch=finds)
+        BatchPlan.of(with_batch_size(config, 4) if finds else config, world, elastic=False, finds_batch_size=finds)
 
 
 def steps_of(session: Session, number: int) -> list[float]:
@@ -230,7 +238,7 @@ class Fails(torch.autograd.Function):
 def test_an_error_of_recording_says_what_to_do_and_others_what_they_are(
     session: Session, problem: str, kind: type[Exception], said: str
 ) -> None:
-    session.graphs = graphs_of(session, True)
+    graphs_of(session, True)
     block = session.task.blocks(session.parts.strategy.module)[-1]
     block.register_forward_hook(lambda block, given, result: Fails.apply(result, problem))
     with pytest.raises(kind, match=said) as raised:
@@ -278,9 +286,9 @@ def test_the_samples_to_blame_are_known_when_the_next_step_has_written_over_the_
         session.step(second)
         bad_losses = []
         monkeypatch.setattr(
-            step_module, "convict", lambda parts, verdict, bad_loss: bad_losses.append(bad_loss) or bad_loss
+            run_ahead_module, "blame", lambda parts, verdict, bad_loss: bad_losses.append(bad_loss) or bad_loss
         )
-        monkeypatch.setattr(step_module, "stop_because", lambda *given: ShardwiseError("stopped"))
+        monkeypatch.setattr(run_ahead_module, "stop_because", lambda *given: ShardwiseError("stopped"))
         with pytest.raises(ShardwiseError, match="stopped"):
             session.step(next(batches))
         assert bad_losses[0].guilty and bad_losses[0].samples == second.ids
@@ -292,15 +300,16 @@ def test_a_run_is_watched_recorded_and_tells_of_it(
     """All of it but the GPU: what is recorded is compiled by PyTorch's `eager` backend, and marks are counted."""
     torch._dynamo.reset()
     run_ahead(monkeypatch)
-    numbers_of = step_module._numbers_of
+    read_later = run_ahead_module._read_later
 
-    def idle(parts: Any, batch: Any, result: StepResult, *given: Any) -> Callable[[], None]:
-        result.device_idle = True
-        return numbers_of(parts, batch, result, *given)
+    def idle(parts: Any, result: StepResult, *given: Any) -> None:
+        read_later(parts, result, *given)
+        read = result.awaited
+        assert read is not None
+        result.awaited = lambda: (read(), True)[1]
 
-    spread_module = sys.modules["shardwise.parallel.parallelize"]
-    monkeypatch.setattr(step_module, "_numbers_of", idle)
-    monkeypatch.setattr(spread_module, "compile_regions", partial(compile_regions, backend="eager"))
+    monkeypatch.setattr(run_ahead_module, "_read_later", idle)
+    monkeypatch.setattr(recipe, "compile_regions", partial(compile_regions, backend="eager"))
     monkeypatch.setattr(graphs_module, "LEAST_GAIN", 1e6)  # how long steps take here means nothing
     monkeypatch.setattr(graphs_module, "MOST_WAITING", 2.0)
     monkeypatch.setattr(Graphs, "_memory_used", lambda self: 0.1)

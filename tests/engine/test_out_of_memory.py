@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from shardwise.config import Batching, Training
-from shardwise.engine.out_of_memory import Held, Situation, _size_in, explain, host_memory, ran_out, remedies
+from shardwise.engine.host_memory import host_memory
+from shardwise.engine.out_of_memory import Held, Situation, _size_in, explain, ran_out, remedies
 from shardwise.errors import OutOfMemory
+from shardwise.parallel import strategy_class
 from shardwise.parallel.memory import ModelSizes
 
 GIB = 2**30
@@ -29,7 +31,9 @@ def situation(
     strategy: str = "ddp", ranks: int = 8, batch: int = 8, accumulation: int = 1, **options: object
 ) -> Situation:
     training = Training(strategy=strategy, **options)  # type: ignore[arg-type]
-    return Situation(training, strategy, ranks, Batching(ranks, batch, accumulation), LLAMA_1B, blocks=16)
+    return Situation(
+        strategy_class(strategy)(training), ranks, Batching(ranks, batch, accumulation), LLAMA_1B, blocks=16
+    )
 
 
 def test_the_message_says_what_filled_the_memory_where_and_what_was_asked() -> None:

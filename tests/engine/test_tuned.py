@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shardwise.engine import session as session_module
 from shardwise.kernels import low_precision_adamw
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
 from shardwise.kernels.regions import compile_regions
+from shardwise.parallel import recipe
 from tests.distributed import work
 from tests.distributed.pool import RankPool
 
@@ -40,7 +40,7 @@ def train_tuned(*args: Any, **options: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimizer_module, "_kind_of", fused)
         patch.setattr(
-            sys.modules["shardwise.parallel.parallelize"],
+            recipe,
             "compile_regions",
             functools.partial(compile_regions, backend="eager"),
         )

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shardwise.checkpoint import Written
 from shardwise.cli.train import duration, node_range
 from shardwise.drill.network import CABLE, MEETING_POINT, Machine, two_machines, why_there_are_none
 from shardwise.engine.shutdown import Stop, seconds_to_leave
@@ -274,6 +275,10 @@ def test_what_cannot_go_together_is_said_before_anything_starts(tmp_path: Path) 
         assert main(["train", config, *arguments]) == 2
 
 
+def written(seconds: float) -> Written:
+    return Written(1, Path("step-00000001"), 0.0, seconds)
+
+
 def test_the_time_is_up_when_a_save_and_two_steps_would_no_longer_fit() -> None:
     import time
 
@@ -281,7 +286,7 @@ def test_the_time_is_up_when_a_save_and_two_steps_would_no_longer_fit() -> None:
         """Of 100 seconds, of which 5 are kept in reserve."""
         made = Stop(after=100.0, began=time.monotonic() - 100.0 + left)
         made.stepped(10.0)
-        made.saved(20.0)
+        made.saved(None, written(20.0))
         return made
 
     assert not stop(left=20 + 2 * 10 + 5 + 1).requested
@@ -300,10 +305,10 @@ def test_before_the_first_checkpoint_its_time_is_guessed_from_its_size() -> None
     assert not stop(left=200 + 30 + 1).requested
     late = stop(left=200 + 30 - 1)
     assert late.requested
-    late.saved(2.0)
+    late.saved(None, written(2.0))
     assert late.exit_code == TIME_IS_UP, "it is faster than was thought, but that is why this rank left"
     fast = stop(left=200)
-    fast.saved(2.0)
+    fast.saved(None, written(2.0))
     assert not fast.requested, "from then on, what it took is what counts"
     assert seconds_to_leave(100.0, step=10.0, save=20.0) == 20 + 2 * 10 + 5
     assert seconds_to_leave(7200.0, step=0.0, save=0.0) == 30
