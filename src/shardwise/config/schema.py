@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from shardwise.config.registry import BUILT_IN, known, lookup, nearest
 
 Strategy = Literal["single", "dp", "ddp", "zero1", "fsdp", "pipeline", "tensor"]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
@@ -166,7 +169,25 @@ class Tensor(Block):
     )
 
 
-Logger = Literal["tensorboard", "wandb", "none"]
+def _known_tracker(name: Any) -> str:
+    """Checked by name alone: a tracker is imported when a run begins."""
+    if isinstance(name, str) and (name == "none" or lookup("shardwise.trackers", name)):
+        return name
+    names = [*known("shardwise.trackers"), "none"]
+    near = nearest(name, names)
+    raise PydanticCustomError(
+        "unknown_tracker",
+        "Allowed: {names}{near}",
+        {"names": ", ".join(names), "near": f" (nearest: {near})" if near else ""},
+    )
+
+
+# Examples and not an enumeration: editors offer them, and take the trackers of other packages as well.
+Logger = Annotated[
+    str,
+    PlainValidator(_known_tracker),
+    WithJsonSchema({"type": "string", "examples": [*BUILT_IN["shardwise.trackers"], "none"]}),
+]
 
 
 class Training(Block):
@@ -258,7 +279,9 @@ class Training(Block):
     eval_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
     eval_at_start: bool = Field(True, description="Evaluate before the first step, to have something to compare with.")
     log_every_n_steps: int = Field(10, ge=1, description="Steps between two lines of the log.")
-    logger: Logger | list[Logger] = Field("none", description="Trackers beside metrics.jsonl.")
+    logger: Logger | list[Logger] = Field(
+        "none", description="Trackers beside metrics.jsonl: these, or those of installed packages, by name."
+    )
     wandb_project: str = Field("shardwise", min_length=1, description="W&B project name.")
     checkpoint_dir: str | None = Field(None, description="Default: checkpoints/ in the run folder.")
     checkpoint_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
@@ -301,7 +324,7 @@ class Training(Block):
         return self
 
     @property
-    def loggers(self) -> list[Logger]:
+    def loggers(self) -> list[str]:
         names = self.logger if isinstance(self.logger, list) else [self.logger]
         return [name for name in names if name != "none"]
 
@@ -310,7 +333,8 @@ class Config(Block):
     """A whole config file. `task` chooses the models of the blocks `data`, `tokenizer` and `model`."""
 
     task: str = Field(
-        description="chess, cells, segmentation, images, or the import path of your own: mypackage.tasks:MyTask."
+        description="chess, cells, segmentation, images, the name of an installed package's task, or the import path of your "
+        "own: mypackage.tasks:MyTask."
     )
     name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
     run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
