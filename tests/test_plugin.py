@@ -22,7 +22,7 @@ CONFIG = """
 task: squares
 data: {number: 24}
 model: {width: 4}
-training: {num_gpus: 1, device: cpu, batch_size: 8, max_steps: 3, log_every_n_steps: 1, logger: lines}
+training: {num_gpus: 1, device: cpu, batch_size: 8, max_steps: 3, log_every_n_steps: 1, logger: [fragile, lines]}
 """
 
 
@@ -50,13 +50,19 @@ def test_the_program_trains_a_task_of_an_installed_package_and_feeds_its_tracker
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [f"{line['step']} {line['loss']}" for line in logged]
     assert len(steps) == 3 and (run / "lines.txt").read_text().splitlines() == [*steps, "closed"]
+    # A tracker that fails is told once, and ends neither the run nor the others.
+    assert (run / "fragile.txt").read_text().splitlines() == [steps[0], "closed"]
+    assert [line for line in done.stdout.splitlines() if "fragile" in line] == [
+        "warning: tracker fragile failed at step 2 and gets nothing more: OSError: the other side is gone. "
+        "metrics.jsonl has every number"
+    ]
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_config_of_an_installed_task_is_as_strict_as_any(file: Path) -> None:
     config: Any = load_config(file)
     assert (config.data.number, config.data.num_workers, config.model.width) == (24, 0, 4)
-    assert config.training.loggers == ["lines"]
+    assert config.training.loggers == ["fragile", "lines"]
     assert load_task_class("squares").__module__ == "shardwise_tiny.squares"
     assert "SquaresData" in config_class("squares").model_json_schema()["$defs"]
     with pytest.raises(
@@ -76,7 +82,8 @@ def test_a_misspelt_name_is_answered_with_those_of_installed_packages_too(file: 
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["training.logger=line"])
     assert str(caught.value) == (
-        "--set: training.logger: 'line' is not allowed. Allowed: tensorboard, wandb, lines, none (nearest: lines), or a list"
+        "--set: training.logger: 'line' is not allowed. "
+        "Allowed: tensorboard, wandb, lines, fragile, none (nearest: lines), or a list"
     )
 
 

@@ -33,11 +33,11 @@ def open_trackers(config: Config, folder: Path) -> list[Tracker]:
 
 def _maker_of(name: str) -> Callable[[Config, Path], Tracker]:
     entry = lookup("shardwise.trackers", name)
-    maker = load(entry) if entry else None
-    if entry is None or not callable(maker):
-        raise ConfigError(
-            f"training.logger: {name}: {entry.value if entry else 'nothing'} makes no tracker of that name"
-        )
+    if entry is None:  # the config was checked where its package was installed
+        raise ConfigError(f"training.logger: {name}: no installed package has this tracker. Install it, or set another")
+    maker = load(entry)
+    if not callable(maker):
+        raise ConfigError(f"training.logger: {name} stands for {entry.value}, which cannot be called to make a tracker")
     return maker
 
 
