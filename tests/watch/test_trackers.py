@@ -90,9 +90,9 @@ def test_none_is_no_tracker(tmp_path: Path) -> None:
 def test_a_tracker_is_added_by_the_file_and_the_line_that_contributing_shows(tmp_path: Path) -> None:
     """In a copy of the sources, changed as the page says and in no other way."""
     page = (REPOSITORY / "CONTRIBUTING.md").read_text()
-    (new_file, code), (registry, line) = re.findall(
-        r"^```python title=(\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL
-    )
+    section = page.partition("## How to add a tracker\n")[2].partition("\n## ")[0]
+    fences = re.findall(r"^```python title=(\S+)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    (new_file, code), (registry, line) = fences
     shutil.copytree(REPOSITORY / "src", tmp_path / "src")
     assert not (tmp_path / new_file).exists()
     (tmp_path / new_file).write_text(code)
