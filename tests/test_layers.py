@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import shardwise
+from shardwise.config import Block
+from shardwise.config.load import built_in_blocks, load_task_class, task_blocks
+from shardwise.config.registry import BUILT_IN
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
@@ -19,14 +22,6 @@ ROW = re.compile(r"^\| `src/shardwise/(\w+)/` \| (.+) \| (.+) \|$", re.MULTILINE
 NAMES = re.compile(r"`\w+`(, `\w+`)*")
 
 KNOWN_CYCLES = [
-    "engine.batch_size → engine.out_of_memory → engine.session → engine.batch_size",
-    "engine.batch_size → engine.session → engine.batch_size",
-    "engine.checkpointing → engine.out_of_memory → engine.session → engine.checkpointing",
-    "engine.checkpointing → engine.session → engine.checkpointing",
-    "engine.graphs → engine.out_of_memory → engine.session → engine.graphs",
-    "engine.loss_guard → engine.step → engine.loss_guard",
-    "engine.out_of_memory → engine.session → engine.out_of_memory",
-    "engine.rollback → engine.session → engine.rollback",
     "verify.probe → verify.recorder → verify.probe",
 ]
 """Those that are still there. Nothing is added here; what is resolved goes."""
@@ -218,20 +213,37 @@ def test_nothing_heavy_is_imported_to_read_a_config(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_a_whole_config_of_a_built_in_task_is_read_without_torch() -> None:
-    program = "import sys; from shardwise import load_config; load_config(sys.argv[1]); print('torch' in sys.modules)"
-    config = REPOSITORY / "configs" / "chess-tiny.yaml"
-    command = [sys.executable, "-c", program, str(config)]
+def test_configs_of_all_built_in_tasks_are_read_without_torch() -> None:
+    """And without numpy, and without the package of any extra."""
+    program = (
+        "import sys; from shardwise import load_config\n"
+        "from shardwise.config.registry import BUILT_IN\n"
+        "tasks = {load_config(file).task for file in sys.argv[1:]}\n"
+        "assert tasks == set(BUILT_IN['shardwise.tasks']), tasks\n"
+        "heavy = ('torch', 'numpy', 'transformers', 'chess', 'anndata', 'monai', 'PIL', 'wandb', 'tensorboard')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    configs = [str(file) for file in sorted((REPOSITORY / "configs").glob("*.yaml"))]
+    command = [sys.executable, "-c", program, *configs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_task_is_a_folder_with_a_config_and_one_line_in_the_registry() -> None:
+    folders = {file.parent for file in (SOURCE / "tasks").glob("*/__init__.py")}
+    assert {folder.name for folder in folders} == set(BUILT_IN["shardwise.tasks"])
+    for task in BUILT_IN["shardwise.tasks"]:
+        own = {key: block for key, block in task_blocks(load_task_class(task)).items() if block is not Block}
+        assert built_in_blocks(task) == own, "config.py and the class name the same blocks"
 
 
 def test_tasks_and_the_engine_are_imported_without_what_takes_seconds_and_only_some_runs_need() -> None:
     """The process that starts the ranks waits for none of it; torch.distributed.optim, which compiles eight optimizers when
     it is imported, is for zero1 alone."""
     program = (
-        "import sys, shardwise.engine.fit; from shardwise.config.load import BUILT_IN_TASKS, load_task_class\n"
-        "for task in BUILT_IN_TASKS: load_task_class(task)\n"
+        "import sys, shardwise.engine.fit; from shardwise.config.load import load_task_class\n"
+        "from shardwise.config.registry import BUILT_IN\n"
+        "for task in BUILT_IN['shardwise.tasks']: load_task_class(task)\n"
         "heavy = ('monai', 'matplotlib', 'transformers', 'torch.distributed.optim')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

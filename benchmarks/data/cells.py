@@ -105,7 +105,7 @@ def _shardwise(path: Path, kind: Any, count: Callable[[Any], int] | None, worker
 
     from shardwise.config import Batching, parse_config
     from shardwise.data import Reader, StepLoader
-    from shardwise.tasks.cells import CellsTask
+    from shardwise.tasks.cells.task import CellsTask
 
     source = "shards" if path.is_dir() else "local"
     config = parse_config(
@@ -174,7 +174,7 @@ def tokenizing(path: Path) -> dict[str, float]:
     """Microseconds of processor time per cell, in one process: to read, and to make tokens and masks."""
     from shardwise.config import parse_config
     from shardwise.data import Cursor
-    from shardwise.tasks.cells import CellsTask
+    from shardwise.tasks.cells.task import CellsTask
 
     costs = {}
     for strategy in ("rank_value", "binned_expression", "continuous_projection"):

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.gpu.contenders.llama import LLAMA_1B, TINY, Tokens, shardwise_blocks
-from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.chess.task import ChessTask
 
 SAID = {"samples on": "ready", "compiled": "blocks compiled", "step 1/": "first step"}
 """What the program prints, in this order, and what is over then."""

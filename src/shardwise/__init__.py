@@ -12,6 +12,7 @@ _HOMES = {
     "Session": "shardwise.engine.session",
     "StepResult": "shardwise.engine.step_result",
     "Observer": "shardwise.engine.observers",
+    "Strategy": "shardwise.parallel",
     "Task": "shardwise.tasks",
     "Loss": "shardwise.tasks",
     "Rows": "shardwise.tasks",
@@ -34,6 +35,7 @@ __all__ = [
     "Session",
     "ShardwiseError",
     "StepResult",
+    "Strategy",
     "Task",
     "hub_name",
     "load_config",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from shardwise.engine.session import Session
     from shardwise.engine.step_result import StepResult
     from shardwise.errors import ShardwiseError
+    from shardwise.parallel import Strategy
     from shardwise.tasks import Loss, Rows, Task
 
 

@@ -13,9 +13,9 @@ import pytest
 from scipy import sparse
 
 from shardwise.errors import DataError
-from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.corpus import open_corpus
 from shardwise.tasks.cells.rows import CellSource, gather
+from shardwise.tasks.cells.task import CellsTask
 from tests.cells_task.files import random_counts, write_cells
 from tests.tasks import config_of
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine.session import Session
 from shardwise.errors import ConfigError
-from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.layout import laid_out, padding_share
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.tasks.cells.tokens import CLS, FIRST_GENE, NO_PLACE, NOT_HIDDEN, PAD, CellBatch, join_batches
 from tests.cells_task.files import random_counts, write_cells
 from tests.cells_task.test_tokens import STRATEGIES, encoded

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import Batching
-from shardwise.config.cells import CellsTokenizer
 from shardwise.data import Cursor, Reader, StepLoader, shares
-from shardwise.tasks.cells import CellsTask
+from shardwise.tasks.cells.config import CellsTokenizer
 from shardwise.tasks.cells.rows import SparseRows, gather
 from shardwise.tasks.cells.samples import LINE, Split, StreamedCells
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.tasks.cells.tokens import CellTokenizer
 from tests.cells_task.files import random_counts, write_cells
 from tests.cells_task.test_h5ad import config_for

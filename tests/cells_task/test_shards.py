@@ -11,10 +11,11 @@ import pytest
 from shardwise.cli import main
 from shardwise.data.manifest import problems_of, read_manifest
 from shardwise.errors import ConfigError, DataError
-from shardwise.tasks.cells import CellsTask, sharding
+from shardwise.tasks.cells import sharding
 from shardwise.tasks.cells.corpus import open_corpus
 from shardwise.tasks.cells.sharding import shard_cells
 from shardwise.tasks.cells.shards import open_shards
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.watch.run_folder import dump_config
 from tests.cells_task.files import random_counts, write_cells
 from tests.cells_task.test_h5ad import config_for, dense

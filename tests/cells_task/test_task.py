@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.export import embed, load_encoder
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
 from shardwise.tasks.cells.synthetic import synthetic_counts
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.tasks.cells.tokens import revealed
 from tests.cells_task.files import random_counts, write_cells
 from tests.cells_task.test_tokens import STRATEGIES

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.cells import CellsTokenizer
+from shardwise.tasks.cells.config import CellsTokenizer
 from shardwise.tasks.cells.rows import SparseRows, starts_of
 from shardwise.tasks.cells.tokens import (
     CLS,

@@ -6,8 +6,8 @@ from pathlib import Path
 import chess
 import pytest
 
-from shardwise.config.chess import ChessData
 from shardwise.errors import DataError
+from shardwise.tasks.chess.config import ChessData
 from shardwise.tasks.chess.games import first_move_of, load_games, plies, random_game
 from shardwise.tasks.chess.tokens import MoveTokenizer
 

@@ -18,9 +18,9 @@ from shardwise.data.order import GlobalOrder
 from shardwise.errors import ConfigError
 from shardwise.kernels.attention import packed_arguments
 from shardwise.kernels.sizes import packed_size
-from shardwise.tasks.chess import ChessTask
 from shardwise.tasks.chess.games import random_game
 from shardwise.tasks.chess.layout import IGNORED, packed, padding_share
+from shardwise.tasks.chess.task import ChessTask
 from tests.conftest import REPOSITORY
 from tests.distributed import work
 from tests.distributed.pool import RankPool

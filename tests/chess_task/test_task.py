@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.errors import ConfigError, DataError
-from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.chess.task import ChessTask
 from tests.hub import write_model
 from tests.tasks import config_of
 

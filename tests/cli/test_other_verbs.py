@@ -89,7 +89,7 @@ def assert_loads_as_trained(exported: Path, run: Path) -> None:
 
     from shardwise.checkpoint import load_model
     from shardwise.config import load_config
-    from shardwise.tasks.chess import ChessTask
+    from shardwise.tasks.chess.task import ChessTask
 
     loaded = AutoModelForCausalLM.from_pretrained(exported)
     task = ChessTask(load_config(run / "config.yaml"))

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from shardwise.config import Block, Config, DataBlock, load_config, parse_config
 from shardwise.config.explain import models_in
-from shardwise.config.load import BUILT_IN_TASKS, config_class, load_task_class, task_blocks
+from shardwise.config.load import config_class, load_task_class, task_blocks
 from shardwise.errors import ConfigError
 
 
@@ -436,12 +436,12 @@ def test_a_wrong_line_of_the_file_is_blamed_where_an_override_was_right() -> Non
 
 
 @pytest.mark.parametrize("task", ["ches", "mypackage.tasks", "mypackage.tasks:", ":Mine", ".tasks:Mine", "5", "null"])
-def test_a_task_that_is_neither_built_in_nor_an_import_path_is_told_the_two_forms(task: str) -> None:
+def test_a_task_that_is_neither_known_nor_an_import_path_is_told_the_two_forms(task: str) -> None:
     message = complaint(f"task: {task!r}" if ":" in task else f"task: {task}")
     shown = {"5": "5", "null": "None"}.get(task, repr(task))
     assert message == (
-        f"my.yaml: task: {shown} is neither a built-in task ({', '.join(BUILT_IN_TASKS)}) nor an import path. "
-        "Your own is written as module:Class, for example mypackage.tasks:MyTask"
+        f"my.yaml: task: {shown} is neither a known task (chess, cells, segmentation, images) nor an import path. "
+        f"{'Nearest: chess. ' if task == 'ches' else ''}Your own is written as module:Class, for example mypackage.tasks:MyTask"
     )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shardwise.config.chess import ChessData
 from shardwise.config.seeds import Purpose
 from shardwise.data.holdout import hold_out
+from shardwise.tasks.chess.config import ChessData
 from shardwise.tasks.chess.games import load_games, random_game
 from shardwise.tasks.images.pictures import held_out
 from tests.segmentation_task.files import task_of

@@ -22,9 +22,9 @@ from shardwise.launch.server import hearing
 
 PRELOAD = [
     "tests.distributed.work",
-    "shardwise.tasks.chess",
-    "shardwise.tasks.cells",
-    "shardwise.tasks.images",
+    "shardwise.tasks.chess.task",
+    "shardwise.tasks.cells.task",
+    "shardwise.tasks.images.task",
     "transformers.models.llama.modeling_llama",  # and all that models of Transformers import
     "shardwise.verify.preload",
     "shardwise.launch.freeze_gc",

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.kernels import attention
 from shardwise.kernels.backend import BACKENDS, remembered_backend
-from shardwise.tasks.cells import CellsTask
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.tasks.packing import measured_attention
 from tests.cells_task.test_packing import FULL, LAYOUTS, PACKED, PADDED, RAGGED, batch_of, task_of
 from tests.cells_task.test_tokens import STRATEGIES

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.kernels import attention, backend
 from shardwise.kernels.backend import BACKENDS, Shape, fastest_backend, remembered_backend
-from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.chess.task import ChessTask
 from shardwise.tasks.packing import measured_attention
 from tests.chess_task.test_packing import MODELS, PACKED, PADDED, _losses, ragged, task_of  # noqa: F401
 from tests.distributed.pool import RankPool

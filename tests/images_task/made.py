@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardwise.tasks.images import ImagesTask
+from shardwise.tasks.images.task import ImagesTask
 from tests.tasks import config_of
 
 RESNET = """

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shardwise.config.images import ImagesData
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
 from shardwise.tasks.images import check
 from shardwise.tasks.images.check import check_images
+from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import Pictures
 from shardwise.tasks.images.sources import load_images
 from shardwise.tasks.images.synthetic import Shapes

@@ -43,7 +43,7 @@ def assert_loads_as_trained(exported: Path, run: Path) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
     from shardwise.checkpoint import CheckpointStore, load_model
-    from shardwise.tasks.images import ImagesTask
+    from shardwise.tasks.images.task import ImagesTask
 
     config = load_config(run / "config.yaml")
     task = ImagesTask(config)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.config.images import ImagesData
 from shardwise.errors import DataError
+from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import ImageData, Subset, held_out
 from shardwise.tasks.images.sources import load_images
 from shardwise.tasks.images.synthetic import Shapes

@@ -221,7 +221,7 @@ def test_a_block_that_contradicts_itself_is_refused(block: str, message: str) ->
 
 @pytest.mark.parametrize(("module", "package"), [("PIL", "pillow"), ("transformers", "transformers")])
 def test_without_the_extra_one_line_says_what_to_install(module: str, package: str) -> None:
-    program = f"import sys; sys.modules[{module!r}] = None; import shardwise.tasks.images"
+    program = f"import sys; sys.modules[{module!r}] = None; import shardwise.tasks.images.task"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.strip().splitlines()[-1] == (
         f"shardwise.errors.MissingExtra: task: images needs the package {package!r}: pip install 'shardwise[images]'"

@@ -9,7 +9,7 @@ from typing import Any
 import nibabel
 import numpy as np
 
-from shardwise.tasks.segmentation import SegmentationTask
+from shardwise.tasks.segmentation.task import SegmentationTask
 from tests.tasks import config_of
 
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.config.segmentation import SegmentationModel
 from shardwise.errors import ConfigError
 from shardwise.kernels.regions import compile_regions
 from shardwise.parallel.strategies.fsdp import regions_of_shards
+from shardwise.tasks.segmentation.config import SegmentationModel
 from shardwise.tasks.segmentation.network import Shapes, build_network, check_network, network_blocks, network_regions
 
 SHAPES = Shapes(in_channels=2, out_channels=3, size=(32, 32, 32))

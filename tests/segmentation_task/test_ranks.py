@@ -107,7 +107,7 @@ def test_the_pictures_of_two_ranks_are_drawn_once_in_the_order_of_the_subjects(r
 
 
 def _drawn(root: str, run_dir: str, cache: str) -> list[list[int]]:
-    from shardwise.tasks.segmentation import SegmentationTask
+    from shardwise.tasks.segmentation.task import SegmentationTask
 
     drawn: list[list[int]] = []
     original = SegmentationTask.study

@@ -15,8 +15,8 @@ from shardwise.config.load import load_task_class
 from shardwise.data.cache import cache_folder
 from shardwise.errors import MissingExtra
 from shardwise.tasks.base import Loss, Rows
-from shardwise.tasks.segmentation import SegmentationTask
 from shardwise.tasks.segmentation.overlays import telling_slice
+from shardwise.tasks.segmentation.task import SegmentationTask
 from tests.segmentation_task.files import (
     folder_task,
     msd_task,
@@ -206,7 +206,7 @@ def test_a_batch_has_image_and_mask_and_counts_its_patches() -> None:
 
 @pytest.mark.parametrize("package", ["monai", "nibabel", "einops", "matplotlib"])
 def test_a_missing_package_is_one_line_that_says_what_to_install(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "shardwise.tasks.segmentation")
+    monkeypatch.delitem(sys.modules, "shardwise.tasks.segmentation.task")
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtra) as caught:
         load_task_class("segmentation")

@@ -13,8 +13,9 @@ from shardwise.config import Batching, DataBlock
 from shardwise.data import GlobalOrder, Reader, StepLoader
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
-from shardwise.tasks.segmentation import SegmentationTask, volumes
+from shardwise.tasks.segmentation import volumes
 from shardwise.tasks.segmentation.check import read_grid
+from shardwise.tasks.segmentation.task import SegmentationTask
 from shardwise.tasks.segmentation.transforms import shape_after
 from tests.distributed.pool import RankPool
 from tests.segmentation_task.files import folder_task, write_folder, write_nifti, write_subject

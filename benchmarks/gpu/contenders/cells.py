@@ -16,9 +16,9 @@ from benchmarks.gpu.contenders import by_hand, with_lightning, with_shardwise
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import SEED, Contender, Options, Problem, Work, in_order, made
 from shardwise import DataBlock
-from shardwise.tasks.cells import CellsTask
 from shardwise.tasks.cells.layout import laid_out
 from shardwise.tasks.cells.model import CellEncoder
+from shardwise.tasks.cells.task import CellsTask
 from shardwise.tasks.cells.tokens import CLS, FIRST_GENE, MASK, NOT_HIDDEN, PAD, CellBatch, hidden_places
 
 MASKED = 0.15

@@ -13,10 +13,10 @@ from torch import nn
 from benchmarks.gpu.contenders import with_shardwise, with_trainer
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import SEED, Contender, Options, Work, in_order, made
-from shardwise.config.chess import ChessModel
-from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.chess.config import ChessModel
 from shardwise.tasks.chess.games import random_game
 from shardwise.tasks.chess.model import build_language_model
+from shardwise.tasks.chess.task import ChessTask
 from shardwise.tasks.chess.tokens import MoveTokenizer
 
 LONGEST = 256

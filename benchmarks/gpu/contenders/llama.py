@@ -15,7 +15,7 @@ from benchmarks.gpu.contenders.meter import Meter, Plan
 from benchmarks.gpu.contenders.problem import LEARNING_RATE, SEED, Contender, Options, Problem, Work, in_order, made
 from benchmarks.gpu.contenders.tokens import learnable_tokens, random_tokens
 from shardwise import DataBlock
-from shardwise.tasks.chess import ChessTask
+from shardwise.tasks.chess.task import ChessTask
 from shardwise.tasks.chess.tokens import Encoded
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import default_collate
 from benchmarks.gpu.contenders import by_hand, with_accelerate, with_lightning, with_shardwise
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import DEVICE, SEED, Contender, Options, Problem, Work, in_order, made
-from shardwise.config.images import ImagesData, ImagesModel
-from shardwise.tasks.images import ImagesTask
+from shardwise.tasks.images.config import ImagesData, ImagesModel
 from shardwise.tasks.images.model import build_classifier
+from shardwise.tasks.images.task import ImagesTask
 
 CLASSES = 1000
 DIFFERENT = 512

@@ -15,8 +15,8 @@ from benchmarks.gpu.contenders import by_hand, with_lightning, with_shardwise
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import DEVICE, SEED, Contender, Options, Problem, Work, in_order, made
 from shardwise import Loss
-from shardwise.config.segmentation import SegmentationData
-from shardwise.tasks.segmentation import SegmentationTask
+from shardwise.tasks.segmentation.config import SegmentationData
+from shardwise.tasks.segmentation.task import SegmentationTask
 
 CHANNELS, CLASSES = 4, 3
 DIFFERENT = 16

@@ -49,10 +49,12 @@ def _schema(task: str) -> int:
 
 def _keys(task: str | None) -> int:
     from shardwise.config import Config
-    from shardwise.config.load import BUILT_IN_BLOCKS, config_class
+    from shardwise.config.load import built_in_blocks, config_class
     from shardwise.config.reference import reference, reference_of
+    from shardwise.config.registry import BUILT_IN
 
-    print(reference(config_class(task)) if task else reference_of(Config, BUILT_IN_BLOCKS), end="")
+    blocks = {name: built_in_blocks(name) for name in BUILT_IN["shardwise.tasks"]}
+    print(reference(config_class(task)) if task else reference_of(Config, blocks), end="")
     return 0
 
 

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _shard(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.load import load_task_class
     from shardwise.errors import ConfigError
 
     config = load_config(args.config, args.set)
@@ -35,7 +36,7 @@ def _shard(args: argparse.Namespace) -> int:
         raise ConfigError(f"shardwise data shard copies cells, but {args.config} has task: {config.task}")
     if args.cells_per_shard < 1:
         raise ConfigError(f"--cells-per-shard {args.cells_per_shard}: must be at least 1")
-    import shardwise.tasks.cells  # noqa: F401  # says which package is missing
+    load_task_class("cells")  # says which package is missing
     from shardwise.tasks.cells.sharding import shard_cells
     from shardwise.tasks.cells.shards import open_shards
 

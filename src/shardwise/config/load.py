@@ -10,28 +10,13 @@ from typing import Any
 
 from pydantic import Field, ValidationError, create_model
 
-from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
-from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
 from shardwise.config.explain import explain
 from shardwise.config.hub import use_fetched
-from shardwise.config.images import ImagesData, ImagesModel
-from shardwise.config.schema import Block, Config, DataBlock
-from shardwise.config.segmentation import SegmentationData, SegmentationModel
+from shardwise.config.registry import BUILT_IN, known, load, lookup, nearest
+from shardwise.config.schema import Block, Config, DataBlock, Training
 from shardwise.config.yaml_lines import Document, read_value, read_yaml
 from shardwise.errors import ConfigError
 
-BUILT_IN_TASKS = {
-    "chess": "shardwise.tasks.chess:ChessTask",
-    "cells": "shardwise.tasks.cells:CellsTask",
-    "segmentation": "shardwise.tasks.segmentation:SegmentationTask",
-    "images": "shardwise.tasks.images:ImagesTask",
-}
-BUILT_IN_BLOCKS: dict[str, dict[str, type[Block]]] = {
-    "chess": {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel},
-    "cells": {"data": CellsData, "tokenizer": CellsTokenizer, "model": CellsModel},
-    "segmentation": {"data": SegmentationData, "model": SegmentationModel},
-    "images": {"data": ImagesData, "model": ImagesModel},
-}
 OWN = "own"
 """The task of a config whose model, data and loss a program hands to Session.prepare."""
 
@@ -67,28 +52,49 @@ def parse_config(
     document.values.setdefault("name", name)
     if "task" not in document.values:
         raise ConfigError(f"{where}: the key 'task' is missing. What should be trained? For example: task: chess")
-    if beside is not None and document.values["task"] not in (OWN, *BUILT_IN_TASKS):
+    if beside is not None and ":" in str(document.values["task"]):
         for folder in (str(Path.cwd()), str(beside)):
             if folder not in sys.path:
                 sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
-    schema = config_class(document.values["task"], where)
+    schema = config_class(document.values["task"], where, _strategy_block(document.values.get("training")))
     try:
         return schema.model_validate(document.values)
     except ValidationError as error:
         raise ConfigError(explain(error, schema, document, where)) from None
 
 
-def config_class(task: Any, where: str = "config") -> type[Config]:
-    """The schema for a task. Only a task of the user's own is imported for it."""
-    if task == OWN:
-        return Config
-    blocks = BUILT_IN_BLOCKS.get(str(task)) or task_blocks(load_task_class(task, where))
-    # An empty block as the default, checked like one in the file: a task's block may have keys that are needed.
+def config_class(
+    task: Any, where: str = "config", strategy_block: tuple[str, type[Block]] | None = None
+) -> type[Config]:
+    """The schema for a task. Of a task that comes with shardwise, only its config is imported. `strategy_block`: the settings
+    of a strategy that schema.py does not know, and their key under `training`."""
     fields: dict[str, Any] = {}
+    if strategy_block is not None:
+        name, block = strategy_block
+        option: Any = (block | None, Field(None, description=f"Settings of strategy {name}."))
+        described = Config.model_fields["training"].description
+        fields["training"] = (
+            create_model("Training", __base__=Training, **{name: option}),
+            Field(description=described),
+        )
+    if task == OWN:
+        return create_model("Config", __base__=Config, **fields) if fields else Config
+    built_in = str(task) in BUILT_IN["shardwise.tasks"]
+    blocks = built_in_blocks(str(task)) if built_in else task_blocks(load_task_class(task, where))
     for key, model in blocks.items():
         # An empty block as the default, checked like one in the file: the block may have keys that are needed.
         fields[key] = (model, Field(default_factory=dict, description=Config.model_fields[key].description))
     return create_model("Config", __base__=Config, **fields)
+
+
+def _strategy_block(training: Any) -> tuple[str, type[Block]] | None:
+    """Only where the file has a block of the strategy that it names, and nobody else knows it, is the strategy imported."""
+    name = training.get("strategy") if isinstance(training, dict) else None
+    if not isinstance(name, str) or name not in training or name in Training.model_fields:
+        return None
+    entry = lookup("shardwise.strategies", name)
+    block = None if entry is None else getattr(load(entry), "block", None)
+    return None if block is None else (name, block)
 
 
 def make_task(config: Config) -> Any:
@@ -97,16 +103,24 @@ def make_task(config: Config) -> Any:
 
 
 def load_task_class(task: Any, where: str = "config") -> Any:
-    """The class behind `task: chess` or `task: mypackage.tasks:MyTask`."""
+    """The class behind `task: chess`, the name of an installed package's task, or `task: mypackage.tasks:MyTask`."""
     if task == OWN:
         raise ConfigError(f"{where}: task: own is for a loop of your own: give session.prepare() model, data and loss")
-    path = BUILT_IN_TASKS.get(str(task), task)
-    module_name, _, class_name = str(path).partition(":")
+    if ":" in str(task):
+        return _import_task_class(task, where)
+    entry = lookup("shardwise.tasks", str(task))
+    if entry is None:
+        raise _unknown_task(task, where)
+    task_class = load(entry)
+    if not isinstance(task_class, type):
+        raise ConfigError(f"{where}: task: {task} stands for {entry.value}, which is not a class")
+    return task_class
+
+
+def _import_task_class(task: Any, where: str) -> type:
+    module_name, _, class_name = str(task).partition(":")
     if not class_name or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(
-            f"{where}: task: {task!r} is neither a built-in task ({', '.join(BUILT_IN_TASKS)}) nor an import path. "
-            "Your own is written as module:Class, for example mypackage.tasks:MyTask"
-        )
+        raise _unknown_task(task, where)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -116,12 +130,29 @@ def load_task_class(task: Any, where: str = "config") -> Any:
             f"{where}: task: {task}: there is no module {module_name!r}. It must be installed, or lie in this folder "
             "or beside the config file"
         ) from None
-    if not isinstance(getattr(module, class_name, None), type):
+    task_class = getattr(module, class_name, None)
+    if not isinstance(task_class, type):
         names = [name for name, value in vars(module).items() if isinstance(value, type) and not name.startswith("_")]
         raise ConfigError(
             f"{where}: task: {task}: {module_name} has no class {class_name!r}. It has: {', '.join(names) or 'none'}"
         )
-    return getattr(module, class_name)
+    return task_class
+
+
+def _unknown_task(task: Any, where: str) -> ConfigError:
+    names = known("shardwise.tasks")
+    near = nearest(task, names)
+    return ConfigError(
+        f"{where}: task: {task!r} is neither a known task ({', '.join(names)}) nor an import path."
+        f"{f' Nearest: {near}.' if near else ''} Your own is written as module:Class, for example mypackage.tasks:MyTask"
+    )
+
+
+def built_in_blocks(task: str) -> dict[str, type[Block]]:
+    """The models of a built-in task's blocks, from the config beside it: neither torch nor the task is imported for them."""
+    folder, _, _ = BUILT_IN["shardwise.tasks"][task].partition(".task:")
+    blocks: dict[str, type[Block]] = importlib.import_module(f"{folder}.config").BLOCKS
+    return blocks
 
 
 def task_blocks(task_class: Any) -> dict[str, type[Block]]:

@@ -67,8 +67,8 @@ def _allowed(field: FieldInfo) -> str:
 
 
 def _options(part: dict[str, Any]) -> list[str]:
-    if "enum" in part:
-        return [str(value) for value in part["enum"]]
+    if listed := part.get("enum", part.get("examples")):
+        return [str(value) for value in listed]
     if "const" in part:
         return [str(part["const"]).lower()]
     if part.get("type") == "null":

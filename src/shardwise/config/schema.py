@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-from shardwise.config.strategies import ALONE, TOGETHER, built_in
+from shardwise.config.registry import ALONE, BUILT_IN, TOGETHER, Group, known, lookup, nearest
 
-if TYPE_CHECKING:
-    Strategy = str
-else:
-    Strategy = Literal[built_in()]
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
 
 
@@ -171,7 +168,28 @@ class Tensor(Block):
     )
 
 
-Logger = Literal["tensorboard", "wandb", "none"]
+def _registered(group: Group, *more: str) -> Any:
+    """The type of a name that the registry knows. Checked by name alone: what it stands for is imported when it is used."""
+
+    def check(name: Any) -> str:
+        if isinstance(name, str) and (name in more or lookup(group, name)):
+            return name
+        names = [*known(group), *more]
+        near = nearest(name, names)
+        hint = f" (nearest: {near})" if near else ""
+        raise PydanticCustomError("unknown_name", "Allowed: {names}{near}", {"names": ", ".join(names), "near": hint})
+
+    # Examples and not an enumeration: editors offer them, and take the names of other packages as well.
+    schema = {"type": "string", "examples": [*BUILT_IN[group], *more]}
+    return Annotated[str, PlainValidator(check), WithJsonSchema(schema)]
+
+
+if TYPE_CHECKING:
+    Logger = str
+    Strategy = str
+else:
+    Logger = _registered("shardwise.trackers", "none")
+    Strategy = _registered("shardwise.strategies")
 
 
 class Training(Block):
@@ -263,7 +281,9 @@ class Training(Block):
     eval_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
     eval_at_start: bool = Field(True, description="Evaluate before the first step, to have something to compare with.")
     log_every_n_steps: int = Field(10, ge=1, description="Steps between two lines of the log.")
-    logger: Logger | list[Logger] = Field("none", description="Trackers beside metrics.jsonl.")
+    logger: Logger | list[Logger] = Field(
+        "none", description="Trackers beside metrics.jsonl: these, or those of installed packages, by name."
+    )
     wandb_project: str = Field("shardwise", min_length=1, description="W&B project name.")
     checkpoint_dir: str | None = Field(None, description="Default: checkpoints/ in the run folder.")
     checkpoint_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
@@ -320,7 +340,7 @@ class Training(Block):
         return "rollback" in (self.on_spike, self.on_nonfinite)
 
     @property
-    def loggers(self) -> list[Logger]:
+    def loggers(self) -> list[str]:
         names = self.logger if isinstance(self.logger, list) else [self.logger]
         return [name for name in names if name != "none"]
 
@@ -329,7 +349,8 @@ class Config(Block):
     """A whole config file. `task` chooses the models of the blocks `data`, `tokenizer` and `model`."""
 
     task: str = Field(
-        description="chess, cells, segmentation, images, or the import path of your own: mypackage.tasks:MyTask."
+        description="chess, cells, segmentation, images, the name of an installed package's task, or the import path of your "
+        "own: mypackage.tasks:MyTask."
     )
     name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
     run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
@@ -355,7 +376,7 @@ class Config(Block):
         training = self.training.model_copy(update=alone | dict.fromkeys(("fsdp", "pipeline", "tensor")))
         return self.model_copy(update={"training": training})
 
-    def strategy_on(self, world: int) -> Strategy:
+    def strategy_on(self, world: int) -> str:
         """The strategy for this many ranks: the one asked for, or the plainest that does it."""
         training = self.training
         if training.strategy is not None:

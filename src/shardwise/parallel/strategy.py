@@ -7,7 +7,6 @@ one step, checkpoints, the log.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config import Block, Config, Training
-from shardwise.config.strategies import built_in, plugins
+from shardwise.config.registry import known, load, lookup
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.kernels.regions import Regions
@@ -332,20 +331,12 @@ class Strategy:
 
 def strategy_class(name: str) -> type[Strategy]:
     """A file of strategies/, or one that another package brings (entry point `shardwise.strategies`)."""
-    if name not in built_in():
-        return plugin(name)
-    module = importlib.import_module(f"shardwise.parallel.strategies.{name}")
-    return next(
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, Strategy) and vars(each).get("name") == name
-    )
-
-
-def plugin(name: str) -> type[Strategy]:
-    found = plugins()[name].load()
+    entry = lookup("shardwise.strategies", name)
+    if entry is None:
+        raise ConfigError(f"there is no strategy {name!r}; there is {', '.join(known('shardwise.strategies'))}")
+    found = load(entry)
     if not (isinstance(found, type) and issubclass(found, Strategy)):
-        raise ConfigError(f"strategy {name}: {found!r} is not a subclass of shardwise.parallel.Strategy")
+        raise ConfigError(f"strategy {name} stands for {entry.value}, which is not a subclass of shardwise.Strategy")
     return found
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.config import Batching, Config, resolve_batching
-from shardwise.config.strategies import ALONE, selecting_blocks
+from shardwise.config.registry import ALONE, BUILT_IN, TOGETHER
 from shardwise.parallel import strategy_for
+
+SELECTING = set(BUILT_IN["shardwise.strategies"]) - {TOGETHER}
+"""Blocks of `training` that choose a strategy by being there. The ddp block holds settings only."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ def as_asked(config: Config, job: Job) -> Config:
     """The config of the run that is being verified, with the strategy of the command line."""
     if job.strategy is None:
         return config
-    others = frozenset(selecting_blocks() - {job.strategy})
+    others = frozenset(SELECTING - {job.strategy})
     return Changes({"strategy": job.strategy}, others).applied(config)
 
 
@@ -112,7 +115,7 @@ def config_for(config: Config, job: Job) -> Config:
         put["gradient_clip"] = job.plan.clip
     if job.world == 1 and job.spread != "ranks":
         put["strategy"] = ALONE
-        leave_out |= selecting_blocks() | {"num_nodes"}
+        leave_out |= SELECTING | {"num_nodes"}
     if job.spread == "whole":
         put |= {"batch_size": batching.global_batch, "gradient_accumulation": 1}
     else:

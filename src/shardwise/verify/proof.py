@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config, load_config
-from shardwise.config.load import BUILT_IN_TASKS, load_task_class
+from shardwise.config.load import load_task_class
+from shardwise.config.registry import BUILT_IN
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.scratch import scratch_folder
 from shardwise.verify import processes
@@ -66,7 +67,7 @@ class _Proof:
         self.ranks = ranks or (self.config.training.num_gpus if self.config else None) or 2
         if self.config is not None:
             self._check(self.config)
-        start_server((target, overrides) if self.config and self.config.task in BUILT_IN_TASKS else None)
+        start_server((target, overrides) if self.config and self.config.task in BUILT_IN["shardwise.tasks"] else None)
         self.device, self.device_said = self._device()
         self.at_once = max(4, self.ranks + 1)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.config.cells import FIXED_IN_A_COPY, CellsData
 from shardwise.errors import ConfigError, DataError
+from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
 from shardwise.tasks.cells.h5ad import H5adFile, H5adFiles, inspect, pieces_to_check
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split

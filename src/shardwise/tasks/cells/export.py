@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model, save_model
 
-from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.errors import DataError
+from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
 from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.model import CellEncoder
 from shardwise.tasks.cells.tokens import CellTokenizer, revealed

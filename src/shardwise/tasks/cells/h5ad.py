@@ -16,8 +16,8 @@ from anndata.io import read_elem
 from numpy.typing import NDArray
 from scipy import sparse
 
-from shardwise.config.cells import CellsData
 from shardwise.errors import DataError
+from shardwise.tasks.cells.config import CellsData
 from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows, starts_of
 
 DEFAULT_LABEL = "cell_type"

@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from shardwise.config.cells import CellsModel, CellsTokenizer
 from shardwise.kernels.attention import attend_packed, attend_rows
 from shardwise.kernels.head import LossHead
+from shardwise.tasks.cells.config import CellsModel, CellsTokenizer
 from shardwise.tasks.cells.tokens import CLS, FIRST_BIN, FIRST_GENE, PAD
 
 IGNORED = -100

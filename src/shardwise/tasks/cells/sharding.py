@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from shardwise.config.cells import FIXED_IN_A_COPY, CellsData
 from shardwise.config.seeds import Purpose
 from shardwise.data.manifest import FileEntry, entry_of, flush, write_manifest
 from shardwise.errors import DataError
+from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
 from shardwise.tasks.cells.corpus import Corpus, h5ad_paths, open_corpus
 from shardwise.tasks.cells.rows import Ints, SparseRows, stack
 from shardwise.tasks.cells.shards import KIND, arrow_batch, rows_in, write_shard

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.config.cells import CellsData
 from shardwise.config.seeds import Purpose
 from shardwise.data.cache import cache_folder, made_once
+from shardwise.tasks.cells.config import CellsData
 
 
 def synthetic_file(options: CellsData, seed: int) -> Path:

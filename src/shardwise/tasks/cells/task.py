@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 import math
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from shardwise.errors import ConfigError, MissingExtra
+
+# Looked for and not imported: matplotlib takes tenths of a second, and is for a picture at the end.
+if _missing := [name for name in ("anndata", "h5py", "pyarrow", "matplotlib") if find_spec(name) is None]:
+    raise MissingExtra.of(_missing[0], "cells", "task: cells")
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.config.cells import CellsData, CellsModel, CellsTokenizer
 from shardwise.data import BatchedSamples
-from shardwise.errors import ConfigError
 from shardwise.kernels.attention import prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
+from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
 from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.config.cells import CellsTokenizer
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import places_of, random_bits
 from shardwise.kernels.sizes import packed_size
+from shardwise.tasks.cells.config import CellsTokenizer
 from shardwise.tasks.cells.rows import Ints, SparseRows
 
 PAD, CLS, MASK, FIRST_GENE = range(4)

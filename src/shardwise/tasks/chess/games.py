@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import chess
 import numpy as np
 
-from shardwise.config.chess import ChessData
 from shardwise.data.cache import cache_folder, made_once
 from shardwise.data.holdout import hold_out
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
+from shardwise.tasks.chess.config import ChessData
 
 if TYPE_CHECKING:
     from datasets import Dataset

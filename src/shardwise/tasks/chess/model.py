@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardwise.config.chess import ChessModel
 from shardwise.errors import ConfigError, DataError, MissingExtra
 from shardwise.kernels.attention import NAME, Look, look_at_attention, register_attention
 from shardwise.kernels.backend import Shape
+from shardwise.tasks.chess.config import ChessModel
 from shardwise.tasks.chess.tokens import GameTokenizer
 
 

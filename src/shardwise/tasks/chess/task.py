@@ -8,17 +8,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import chess
+from shardwise.errors import DataError, MissingExtra
+
+try:
+    import chess
+except ImportError:
+    raise MissingExtra.of("chess", "lm", "task: chess") from None
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.config.chess import ChessData, ChessModel, ChessTokenizer
-from shardwise.errors import DataError
 from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.kernels.head import summed_loss, use_loss_head, words_apart
 from shardwise.tasks.base import Loss, Task
+from shardwise.tasks.chess.config import ChessData, ChessModel, ChessTokenizer
 from shardwise.tasks.chess.games import load_games, read_move
 from shardwise.tasks.chess.layout import IGNORED, packed, padded
 from shardwise.tasks.chess.model import (

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import chess
 
-from shardwise.config.chess import ChessModel, ChessTokenizer
 from shardwise.errors import DataError, MissingExtra
+from shardwise.tasks.chess.config import ChessModel, ChessTokenizer
 from shardwise.tasks.chess.games import first_move_of, plies
 
 

@@ -1,13 +1,5 @@
-"""`task: images`: image classification with any Hugging Face model for it."""
+"""`task: images`: image classification with any Hugging Face model for it.
 
-from importlib.util import find_spec
-
-from shardwise.errors import MissingExtra
-
-# Looked for and not imported: Transformers takes seconds, and the process that only starts the ranks has no use for it.
-if _missing := [name for name in ("PIL", "transformers") if find_spec(name) is None]:
-    raise MissingExtra.of("pillow" if _missing[0] == "PIL" else _missing[0], "images", "task: images")
-
-from shardwise.tasks.images.task import ImagesTask
-
-__all__ = ["ImagesTask"]
+task.py is the task; config.py its blocks; sources.py opens a folder, a data set of the hub or made-up shapes; views.py makes of
+them what the model sees; model.py builds the model.
+"""

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardwise.config.images import ImagesData
 from shardwise.errors import DataError
+from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import Pictures, decode
 
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}

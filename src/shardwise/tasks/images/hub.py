@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from shardwise.config.images import ImagesData
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
+from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import Pictures, decode
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config.images import ImagesModel
 from shardwise.errors import ConfigError, DataError
+from shardwise.tasks.images.config import ImagesModel
 
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet18": ("resnet", {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.config.images import ImagesData
+from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.folder import read_folder
 from shardwise.tasks.images.hub import read_hub
 from shardwise.tasks.images.pictures import ImageData, Pictures, Subset, held_out

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from shardwise.errors import ConfigError, MissingExtra
+
+# Looked for and not imported: Transformers takes seconds, and the process that only starts the ranks has no use for it.
+if _missing := [name for name in ("PIL", "transformers") if find_spec(name) is None]:
+    raise MissingExtra.of("pillow" if _missing[0] == "PIL" else _missing[0], "images", "task: images")
 
 import torch
 from PIL import Image
@@ -14,11 +21,10 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.config.images import ImagesData, ImagesModel
-from shardwise.errors import ConfigError
 from shardwise.parallel import strategy_for
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.images.check import check_images
+from shardwise.tasks.images.config import ImagesData, ImagesModel
 from shardwise.tasks.images.model import build_classifier, pretrained_look
 from shardwise.tasks.images.pictures import ImageData
 from shardwise.tasks.images.sources import load_images

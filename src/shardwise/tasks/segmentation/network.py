@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.segmentation import SegmentationModel
 from shardwise.errors import ConfigError
+from shardwise.tasks.segmentation.config import SegmentationModel
 
 
 @dataclass(frozen=True)

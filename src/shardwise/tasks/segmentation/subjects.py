@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config.segmentation import SegmentationData, check_class_names
 from shardwise.data.holdout import hold_out
 from shardwise.errors import DataError
+from shardwise.tasks.segmentation.config import SegmentationData, check_class_names
 from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_subjects
 
 ENDINGS = (".nii.gz", ".nii")

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.seeds import Purpose
-from shardwise.config.segmentation import SegmentationData
 from shardwise.data.cache import cache_folder, made_once
+from shardwise.tasks.segmentation.config import SegmentationData
 
 VERSION = 1
 """Raised when the same settings would give other volumes."""

@@ -6,18 +6,24 @@ import logging
 import math
 from collections.abc import Iterator
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from shardwise.errors import DataError, MissingExtra
+
+# Looked for and not imported: MONAI takes seconds, and the process that only starts the ranks has no use for it.
+if _missing := [name for name in ("monai", "nibabel", "einops", "matplotlib") if find_spec(name) is None]:
+    raise MissingExtra.of(_missing[0], "medical", "task: segmentation")
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config
-from shardwise.config.segmentation import SegmentationData, SegmentationModel, metric_name
-from shardwise.errors import DataError
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.segmentation.check import Facts, check_subjects, read_grid
+from shardwise.tasks.segmentation.config import SegmentationData, SegmentationModel, metric_name
 from shardwise.tasks.segmentation.dice import dice_scores, predicted, sample_losses
 from shardwise.tasks.segmentation.network import (
     Shapes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.config.segmentation import SegmentationData
 from shardwise.tasks.segmentation.check import Grid
+from shardwise.tasks.segmentation.config import SegmentationData
 
 if TYPE_CHECKING:
     from monai.transforms import Compose

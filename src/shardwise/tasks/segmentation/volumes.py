@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.config.segmentation import SegmentationData
 from shardwise.data.cache import cache_folder, made_once
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.check import stamp
+from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.subjects import Subject
 from shardwise.tasks.segmentation.transforms import fixed_transforms, random_transforms
 

@@ -1,4 +1,4 @@
-"""The blocks of `task: segmentation`."""
+"""The blocks of `task: segmentation`. Read without torch."""
 
 from __future__ import annotations
 
@@ -112,3 +112,6 @@ class SegmentationModel(Block):
         "the data, where the network takes them.",
     )
     loss: Literal["dice", "dice_ce"] = Field("dice_ce", description="Dice, or Dice plus cross entropy.")
+
+
+BLOCKS: dict[str, type[Block]] = {"data": SegmentationData, "model": SegmentationModel}

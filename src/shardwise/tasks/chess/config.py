@@ -1,4 +1,4 @@
-"""The blocks of `task: chess`."""
+"""The blocks of `task: chess`. Read without torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.hub_data import HubData
 from shardwise.config.schema import Block, hub_name
+from shardwise.tasks.hub_data import HubData
 
 
 class ChessData(HubData):
@@ -72,3 +72,6 @@ class ChessModel(Block):
         if self.name is None and self.hidden_dim % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_dim: {self.hidden_dim}")
         return self
+
+
+BLOCKS: dict[str, type[Block]] = {"data": ChessData, "tokenizer": ChessTokenizer, "model": ChessModel}

@@ -1,4 +1,4 @@
-"""The blocks of `task: images`."""
+"""The blocks of `task: images`. Read without torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.hub_data import HubData
 from shardwise.config.schema import Block, hub_name
+from shardwise.tasks.hub_data import HubData
 
 
 class ImagesData(HubData):
@@ -122,3 +122,6 @@ class ImagesModel(Block):
         if self.hidden_dim and self.num_heads and self.hidden_dim % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_dim: {self.hidden_dim}")
         return self
+
+
+BLOCKS: dict[str, type[Block]] = {"data": ImagesData, "model": ImagesModel}

@@ -1,4 +1,4 @@
-"""The blocks of `task: cells`."""
+"""The blocks of `task: cells`. Read without torch."""
 
 from __future__ import annotations
 
@@ -120,3 +120,6 @@ class CellsModel(Block):
         if self.hidden_dim % self.num_heads:
             raise ValueError(f"num_heads: {self.num_heads} must divide hidden_dim: {self.hidden_dim}")
         return self
+
+
+BLOCKS: dict[str, type[Block]] = {"data": CellsData, "tokenizer": CellsTokenizer, "model": CellsModel}
