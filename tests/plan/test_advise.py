@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.config import parse_config
-from shardwise.plan import Machines, ModelSizes, advise, state_bytes
+from shardwise.parallel import strategy_class
+from shardwise.plan import Machines, ModelSizes, advise
 
 GIB = 2**30
 LLAMA_7B = ModelSizes(parameters=6_738_415_616, trained=6_738_415_616, largest_block=262_410_240)
@@ -40,9 +41,9 @@ def test_the_plainest_strategy_that_fits_is_advised(
 
 def test_the_arithmetic_of_a_7b_model_is_that_of_the_field() -> None:
     """4 + 4 + 8 bytes per parameter under Adam with fp32 weights: 107.8 GB, sharded over 8 an eighth of it."""
-    whole = state_bytes(LLAMA_7B, training(), "ddp", 8)  # type: ignore[arg-type]
+    whole = strategy_class("ddp")(training()).held_bytes(LLAMA_7B, 8)  # type: ignore[arg-type]
     assert whole.total == 16 * LLAMA_7B.parameters
-    sharded = state_bytes(LLAMA_7B, training(), "FULL_SHARD", 8)  # type: ignore[arg-type]
+    sharded = strategy_class("fsdp")(training()).held_bytes(LLAMA_7B, 8)  # type: ignore[arg-type]
     assert sharded.total - sharded.gathered == whole.total / 8
-    sgd = state_bytes(LLAMA_7B, training(", optimizer: {name: sgd}"), "ddp", 8)  # type: ignore[arg-type]
+    sgd = strategy_class("ddp")(training(", optimizer: {name: sgd}")).held_bytes(LLAMA_7B, 8)  # type: ignore[arg-type]
     assert sgd.optimizer == 0

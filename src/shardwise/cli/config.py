@@ -137,7 +137,7 @@ def _advise(args: argparse.Namespace) -> int:
         parts = (state.weights, state.gradients, state.optimizer, state.gathered, state.total)
         print(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
     print("\n" + "\n".join(found.reasons))
-    if found.strategy == "tensor" and tensor_sizes is None:
+    if found.splits_blocks and tensor_sizes is None:
         print("This task does not say how its matrices are split (Task.tensor_plan): that must be written first.")
     print("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
     if found.lines:

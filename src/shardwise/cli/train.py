@@ -68,11 +68,14 @@ def run(args: argparse.Namespace) -> int:
 
     import torch
 
+    from shardwise.engine.batch_plan import check_plan
     from shardwise.launch.agent import Job
     from shardwise.launch.local import local_rank_count, run_ranks
 
     nodes = _nodes(args, config)
     count = local_rank_count(config, cuda_devices=torch.cuda.device_count())
+    if nodes is None:  # otherwise the number of ranks is not known yet
+        check_plan(config, count, "cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
     restarts = args.max_restarts if args.max_restarts is not None else RESTARTS if count > 1 or nodes else 0
     if count == 1 and not restarts and nodes is None:
         from shardwise.launch.external_ranks import external_ranks

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.config import Block, Config, Training
-from shardwise.config.registry import known, load, lookup
+from shardwise.config.registry import BUILT_IN, known, load, lookup
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.kernels.regions import Regions
+from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.gradients import global_norm, gradients
 from shardwise.parallel.layout import Axes, Layout
 from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes, whole_copy
@@ -153,6 +154,10 @@ class Strategy:
     def held_bytes(self, sizes: ModelSizes, ranks: int) -> StateBytes:
         """What each device holds of weights, gradients and optimizer state, by arithmetic."""
         return whole_copy(sizes, self.training)
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        """Ways to hold this model on these machines that a user may choose: for `shardwise config advise`."""
+        return iter(())
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         """Ways to hold the same model in less memory, the plainest first: for a run that does not fit."""
@@ -338,6 +343,11 @@ def strategy_class(name: str) -> type[Strategy]:
     if not (isinstance(found, type) and issubclass(found, Strategy)):
         raise ConfigError(f"strategy {name} stands for {entry.value}, which is not a subclass of shardwise.Strategy")
     return found
+
+
+def built_in_strategies(training: Training) -> list[Strategy]:
+    """All that come with shardwise, before anything is built."""
+    return [strategy_class(name)(training) for name in BUILT_IN["shardwise.strategies"]]
 
 
 def strategy_for(config: Config, ranks: int) -> Strategy:

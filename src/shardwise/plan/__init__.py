@@ -3,7 +3,8 @@
 Builds shapes on the meta device; nothing here trains.
 """
 
+from shardwise.parallel.advice import Machines
 from shardwise.parallel.memory import ModelSizes, StateBytes
-from shardwise.plan.advise import Advice, Machines, advise, state_bytes
+from shardwise.plan.advise import Advice, advise
 
-__all__ = ["Advice", "Machines", "ModelSizes", "StateBytes", "advise", "state_bytes"]
+__all__ = ["Advice", "Machines", "ModelSizes", "StateBytes", "advise"]

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.config import Ddp
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
+from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.compression import PowerSGD, compress, gradient_bytes
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.memory import Remedy, Shortage, short_bytes
@@ -47,6 +48,16 @@ class DistributedDataParallelStrategy(Strategy):
             yield "training.ddp.comm_hook: bf16 needs NCCL; between CPU ranks fp16 does the same"
         if self.options.static_graph and devices.micro_batches > 1:
             yield "training.ddp.static_graph does not go with gradient accumulation (torch 2.13 fails)"
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        if question.machines.devices > 1:
+            yield Suggestion(
+                self.name,
+                [f"strategy: {self.name}"],
+                self.held_bytes(question.sizes, question.machines.devices),
+                why="ddp is then fastest: it only adds up gradients, while the backward pass still runs. For the largest batch, "
+                "fsdp with gradient accumulation frees more memory.",
+            )
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         ranks = shortage.ranks

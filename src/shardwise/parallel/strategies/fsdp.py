@@ -15,8 +15,18 @@ from shardwise.config import Fsdp, Training
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.unregistered_parameters import unregistered_parameters
 from shardwise.parallel.activation_checkpointing import recompute
+from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.layout import Axes, Layout
-from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes, compute_bytes, short_bytes, whole_copy
+from shardwise.parallel.memory import (
+    ModelSizes,
+    Remedy,
+    Shortage,
+    StateBytes,
+    compute_bytes,
+    gib,
+    short_bytes,
+    whole_copy,
+)
 from shardwise.parallel.recipe import ModelSpec, receive, shape_and_weights, tuned
 from shardwise.parallel.strategy import Strategy
 from shardwise.parallel.weights import materialize, narrow_type
@@ -44,6 +54,34 @@ class FullyShardedDataParallel(Strategy):
         stays = self.options.sharding_strategy == "SHARD_GRAD_OP"
         gathered = (sizes.parameters if stays else 2 * sizes.largest_block) * compute_bytes(self.training)
         return StateBytes(whole.weights / shards, whole.gradients / shards, whole.optimizer / shards, gathered)
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        machines = question.machines
+        if machines.devices > 1:
+            yield self._suggestion("SHARD_GRAD_OP", question, machines.devices, order=2, preferred=3)
+            if 1 < machines.nodes < machines.devices:
+                yield self._suggestion(
+                    "HYBRID_SHARD", question, machines.per_node, order=3, preferred=1 if machines.slow_network else 5
+                )
+            yield self._suggestion("FULL_SHARD", question, machines.devices, order=4, preferred=4)
+        yield Suggestion("cpu_offload", ["strategy: fsdp", "fsdp: {cpu_offload: true, activation_checkpointing: true}"])
+
+    def _suggestion(
+        self, kind: Literal["SHARD_GRAD_OP", "HYBRID_SHARD", "FULL_SHARD"], question: Question, ranks: int, order: int,
+        preferred: int,
+    ) -> Suggestion:  # fmt: skip
+        """`ranks`: those that share a copy of the model."""
+        alike = self.training.model_copy(update={"fsdp": Fsdp(sharding_strategy=kind), "num_nodes": 1})
+        held = FullyShardedDataParallel(alike).held_bytes(question.sizes, ranks)
+        why = f"Sharded ({kind}) over {question.machines.devices} devices it is {gib(held.total)} per device."
+        if kind == "HYBRID_SHARD" and question.machines.slow_network:
+            why = (
+                f"Sharded within a machine it is {gib(held.total)} per device, and only gradients cross the slow network: "
+                "HYBRID_SHARD."
+            )
+        lines = ["strategy: fsdp", f"fsdp: {{sharding_strategy: {kind}}}"]
+        tight = ["strategy: fsdp", f"fsdp: {{sharding_strategy: {kind}, activation_checkpointing: true}}"]
+        return Suggestion(kind, lines, held, order, preferred, why, tight if kind == "FULL_SHARD" else None)
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         if self.options.sharding_strategy == "NO_SHARD":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
+from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.memory import Remedy, Shortage
 from shardwise.parallel.recipe import ModelSpec, low_precision_type, whole_model
@@ -16,6 +17,10 @@ class Single(Strategy):
     name = "single"
     one_process = True
     records_graphs = True
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        if question.machines.devices == 1:
+            yield Suggestion(self.name, [f"strategy: {self.name}"], self.held_bytes(question.sizes, 1))
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         return sharded_instead(self, shortage)

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from shardwise.config.schema import Tensor as Options
 from shardwise.errors import ConfigError
+from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.layout import Axes, group_size
 from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes
 from shardwise.parallel.recipe import ModelSpec
@@ -40,6 +41,11 @@ class TensorParallel(FullyShardedDataParallel):
         return StateBytes(
             *(part / size for part in (sharded.weights, sharded.gradients, sharded.optimizer, sharded.gathered))
         )
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        lines = ["strategy: tensor", f"tensor: {{size: {max(question.tensor_sizes, default=0)}}}"]
+        if question.tensor_sizes:
+            yield Suggestion(self.name, lines, splits_blocks=True)
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         return iter(())

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes
+from shardwise.parallel.advice import Question, Suggestion
+from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes, gib
 from shardwise.parallel.strategies.ddp import DistributedDataParallelStrategy
 from shardwise.parallel.strategies.fsdp import sharded_instead
 
@@ -19,6 +20,20 @@ class ZeroRedundancy(DistributedDataParallelStrategy):
     def held_bytes(self, sizes: ModelSizes, ranks: int) -> StateBytes:
         whole = super().held_bytes(sizes, ranks)
         return replace(whole, optimizer=whole.optimizer / ranks)
+
+    def suggestions(self, question: Question) -> Iterator[Suggestion]:
+        machines = question.machines
+        held = self.held_bytes(question.sizes, machines.devices)
+        if machines.devices > 1:
+            yield Suggestion(
+                self.name,
+                [f"strategy: {self.name}"],
+                held,
+                order=1,
+                preferred=None if machines.slow_network else 2,
+                why=f"Most of it is optimizer state: zero1 shards that alone, {gib(held.total)} per device, and sends no more "
+                "than ddp.",
+            )
 
     def lighter(self, shortage: Shortage) -> Iterator[Remedy]:
         return sharded_instead(self, shortage)
