@@ -185,7 +185,7 @@ def test_the_walk_over_the_schema_finds_its_bounds_and_literals() -> None:
     assert {("seed",), ("training", "max_epochs"), ("training", "fsdp", "min_num_params")} <= {
         path for path, *_ in BOUNDS
     }
-    assert {("data", "source"), ("training", "precision"), ("training", "optimizer", "name")} <= dict(LITERALS).keys()
+    assert {("data", "source"), ("training", "precision"), ("training", "scheduler", "name")} <= dict(LITERALS).keys()
     assert {words.partition(" ")[0] for *_, words in BOUNDS} >= {"above", "below"}
     assert {words.rpartition(" ")[2] for *_, words in BOUNDS} >= {"more", "less"}
 

@@ -1,5 +1,5 @@
-"""What a config calls by name: one line for each task and tracker that comes with shardwise, one file for each strategy; other
-packages add theirs by entry points of the same groups. Nothing is imported before its name is used."""
+"""What a config calls by name: one line for each task and tracker that comes with shardwise, one file for each strategy and
+optimizer; other packages add theirs by entry points of the same groups. Nothing is imported before its name is used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from typing import Any, Literal
 
 from shardwise.errors import ShardwiseError, one_line
 
-Group = Literal["shardwise.tasks", "shardwise.strategies", "shardwise.launchers", "shardwise.trackers"]
+Group = Literal[
+    "shardwise.tasks", "shardwise.strategies", "shardwise.optimizers", "shardwise.launchers", "shardwise.trackers"
+]
 
 ALONE, TOGETHER = "single", "ddp"
 """The strategies on one device and on several, where the config asks for nothing else."""
-_STRATEGIES = Path(__file__).parent.parent / "parallel" / "strategies"
+
+
+def _files(folder: str, *, besides: tuple[str, ...] = ()) -> dict[str, str]:
+    """Each module of a folder by its name."""
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent.parent / folder)])]
+    return {name: f"shardwise.{folder.replace('/', '.')}.{name}" for name in names if name not in besides}
+
 
 BUILT_IN: dict[Group, dict[str, str]] = {
     "shardwise.tasks": {
@@ -26,10 +34,8 @@ BUILT_IN: dict[Group, dict[str, str]] = {
         "segmentation": "shardwise.tasks.segmentation.task:SegmentationTask",
         "images": "shardwise.tasks.images.task:ImagesTask",
     },
-    "shardwise.strategies": {
-        module.name: f"shardwise.parallel.strategies.{module.name}"
-        for module in pkgutil.iter_modules([str(_STRATEGIES)])
-    },
+    "shardwise.strategies": _files("parallel/strategies"),
+    "shardwise.optimizers": _files("optimizers", besides=("rule",)),
     "shardwise.trackers": {
         "tensorboard": "shardwise.watch.trackers.tensorboard:TensorBoard",
         "wandb": "shardwise.watch.trackers.wandb:WeightsAndBiases",

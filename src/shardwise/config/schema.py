@@ -29,6 +29,32 @@ class Block(BaseModel):
     )
 
 
+def _registered(group: Group, *more: str) -> Any:
+    """The type of a name that the registry knows. Checked by name alone: what it stands for is imported when it is used."""
+
+    def check(name: Any) -> str:
+        if isinstance(name, str) and (name in more or lookup(group, name)):
+            return name
+        names = [*known(group), *more]
+        near = nearest(name, names)
+        hint = f" (nearest: {near})" if near else ""
+        raise PydanticCustomError("unknown_name", "Allowed: {names}{near}", {"names": ", ".join(names), "near": hint})
+
+    # Examples and not an enumeration: editors offer them, and take the names of other packages as well.
+    schema = {"type": "string", "examples": [*BUILT_IN[group], *more]}
+    return Annotated[str, PlainValidator(check), WithJsonSchema(schema)]
+
+
+if TYPE_CHECKING:
+    Logger = str
+    Strategy = str
+    OptimizerName = str
+else:
+    Logger = _registered("shardwise.trackers", "none")
+    Strategy = _registered("shardwise.strategies")
+    OptimizerName = _registered("shardwise.optimizers")
+
+
 def hub_name(kind: Literal["model", "dataset"]) -> dict[str, Any]:
     """Marks a field as a name on the Hugging Face hub: json_schema_extra=hub_name("model"). `shardwise fetch` downloads it."""
     return {"hub": kind}
@@ -43,7 +69,7 @@ class DataBlock(Block):
 
 
 class Optimizer(Block):
-    name: Literal["adamw", "adam", "sgd"] = Field("adamw", description="Which optimizer.")
+    name: OptimizerName = Field("adamw", description="Which optimizer.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate, before `lr_scaling`.")
     weight_decay: float = Field(0.01, ge=0, description="Not applied to norms and biases.")
     betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="adam and adamw only.")
@@ -166,30 +192,6 @@ class Tensor(Block):
     sequence_parallel: bool = Field(
         False, description="Norms and dropout work on a part of the sequence each, which saves activations."
     )
-
-
-def _registered(group: Group, *more: str) -> Any:
-    """The type of a name that the registry knows. Checked by name alone: what it stands for is imported when it is used."""
-
-    def check(name: Any) -> str:
-        if isinstance(name, str) and (name in more or lookup(group, name)):
-            return name
-        names = [*known(group), *more]
-        near = nearest(name, names)
-        hint = f" (nearest: {near})" if near else ""
-        raise PydanticCustomError("unknown_name", "Allowed: {names}{near}", {"names": ", ".join(names), "near": hint})
-
-    # Examples and not an enumeration: editors offer them, and take the names of other packages as well.
-    schema = {"type": "string", "examples": [*BUILT_IN[group], *more]}
-    return Annotated[str, PlainValidator(check), WithJsonSchema(schema)]
-
-
-if TYPE_CHECKING:
-    Logger = str
-    Strategy = str
-else:
-    Logger = _registered("shardwise.trackers", "none")
-    Strategy = _registered("shardwise.strategies")
 
 
 class Training(Block):

@@ -15,6 +15,7 @@ from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
+from shardwise.optimizers import update_rule
 
 Make = Callable[[Callable[..., torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]], torch.optim.Optimizer]
 
@@ -46,14 +47,8 @@ def build_optimizer(
 
 
 def _kind_of(groups: list[dict[str, Any]], options: Optimizer) -> tuple[Any, dict[str, Any]]:
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    fused = True if any(parameter.is_cuda for parameter in parameters) else None
-    if options.name == "sgd":
-        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)  # which it cannot take (torch 2.13)
-        return torch.optim.SGD, {"momentum": options.momentum, "fused": None if sharded else fused}
-    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-    betas = (options.betas[0], options.betas[1])
-    return kind, {"betas": betas, "eps": options.eps, "fused": fused}
+    rule = update_rule(options)
+    return rule.kind, rule.settings([parameter for group in groups for parameter in group["params"]])
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

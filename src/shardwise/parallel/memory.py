@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.config import Training
+from shardwise.optimizers import update_rule
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Remedy:
 def whole_copy(sizes: ModelSizes, training: Training) -> StateBytes:
     """On a device that has all of the model."""
     wide = 2 if training.precision == "bf16-true" else 4
-    moments = {"sgd": 1 if training.optimizer.momentum else 0}.get(training.optimizer.name, 2)
+    moments = update_rule(training.optimizer).moments
     return StateBytes(sizes.parameters * wide, sizes.trained * wide, moments * sizes.trained * wide)
 
 

@@ -22,6 +22,7 @@ from shardwise.config.registry import BUILT_IN, known, load, lookup
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.kernels.regions import Regions
+from shardwise.optimizers import update_rule
 from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.gradients import global_norm, gradients
 from shardwise.parallel.layout import Axes, Layout
@@ -132,6 +133,7 @@ class Strategy:
             )
         if training.cuda_graphs is True and (problem := self._graphs_refused(devices)):
             yield f"training.cuda_graphs: true {problem}"
+        yield from update_rule(training.optimizer).refusals(whole=self.whole_parameters(devices.ranks))
         if not self.compiles_on_request and (training.precision == "fp8-mixed" or training.compile is True):
             asked = "precision: fp8-mixed" if training.precision == "fp8-mixed" else "compile: true"
             yield f"training.{asked} does not go with strategy {self.name} yet; fsdp can do it"
@@ -143,6 +145,11 @@ class Strategy:
             return "does not go with batch_size: auto, which leaves no memory for recordings"
         problem = self.graphs_problem(devices.micro_batches)
         return f"does not go with {problem}; auto records where it can be done" if problem else None
+
+    def whole_parameters(self, ranks: int) -> bool:
+        """Every rank holds whole parameters."""
+        sizes = dict(self.axes(ranks))
+        return sizes.get("shard", 1) == sizes.get("tensor", 1) == 1
 
     def graphs_problem(self, micro_batches: int) -> str | None:
         """What keeps blocks from being recorded as CUDA graphs: exchanges with other ranks are not recorded, and gradients lie
