@@ -33,18 +33,17 @@ from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatc
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
+from shardwise.engine.build import build_parts
 from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse_another_run, rehearse
 from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import garbage_kept_small
 from shardwise.engine.graphs import Graphs
 from shardwise.engine.loss_guard import nonfinite_before
 from shardwise.engine.observers import Observer, Rehearsal, all_observers
-from shardwise.engine.optimizer import build_optimizer
 from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.parts import Parts
 from shardwise.engine.pending_step import PendingStep
-from shardwise.engine.precision import Precision
 from shardwise.engine.rollback import go_back, skipped_batch_step
 from shardwise.engine.schedule import Schedule
 from shardwise.engine.startup_timer import StartupTimer
@@ -53,13 +52,9 @@ from shardwise.engine.step import run_step
 from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ShardwiseError
-from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
-from shardwise.parallel import Layout, ModelSpec, Strategy, World
+from shardwise.parallel import Layout, Strategy, World
 from shardwise.tasks import Loss, Task
 from shardwise.watch.heartbeats import Phase, beat
-
-COMPILING_PAYS_AFTER = 200
-"""Steps of a run from which on its blocks are compiled by default."""
 
 log = logging.getLogger("shardwise")
 
@@ -202,7 +197,7 @@ class Session:
             for rehearsal in self._rehearsals if of_config else ():
                 self.task = rehearsal.task(self, self.task)
             self._prepare_data()
-            self._parts = self._build_parts()
+            self._parts = build_parts(self.config, self.task, self.plan, self._build, self._trial(), self.total_steps)
             if self.plan.finds_batch_size:
                 self._find_batch_size()
             if (graphs := Graphs.of(self.parts, self.batching.accumulation)) is not None:
@@ -223,50 +218,11 @@ class Session:
         check_data(self.train_data, self.valid_data, self.world)
         self.startup.lap("data")
 
-    def _build_parts(self) -> Parts:
-        """The model on the ranks, and everything that is made for it afterwards."""
-        training, task, strategy = self.config.training, self.task, self.strategy
-        spec = ModelSpec(
-            build=self._build,
-            find_blocks=task.blocks,
-            find_regions=task.regions if self._compiles() else None,
-            tensor_plan=task.tensor_plan,
-            trial=self._trial(),
-            micro_batches=self.batching.accumulation,
-            one_size=task.one_size,
-            low_precision=task.narrow_weights if training.narrow_weights == "auto" else training.narrow_weights,
-        )
-        strategy.wrap(spec, self.layout)
-        lr = resolve_learning_rate(training, self.batching.global_batch)
-        precision = Precision(training.precision, self.world.device.type)
-        precision.settle()
-        scaler = precision.scaler()
-        from_copies = strategy.regions is not None and not scaler.is_enabled() and not strategy.shards_optimizer
-        optimizer = build_optimizer(
-            strategy.module,
-            training.optimizer,
-            lr,
-            make=strategy.make_optimizer,
-            copies=strategy.low_precision if from_copies else None,
-        )
-        strategy.updates_from_copies = isinstance(optimizer, LowPrecisionAdamW)
-        strategy.model.train()
-        schedule = Schedule(training.scheduler, lr, self.total_steps)
-        return Parts(self.config, task, self.world, strategy, optimizer, schedule, precision, scaler)
-
     def _build(self) -> nn.Module:
         self.startup.lap("model")
         model = build_initial_model(self.task, self.config.seed)
         self.startup.lap("weights")
         return model
-
-    def _compiles(self) -> bool:
-        """Whether the model's blocks are compiled. It follows from the config alone, so that a resumed run does the same."""
-        wanted = self.config.training.compile
-        if wanted == "auto":
-            proven = self.world.device.type == "cuda" and self.strategy.compiles
-            return proven and self.total_steps >= COMPILING_PAYS_AFTER
-        return wanted
 
     def _find_batch_size(self) -> None:
         regions = self.strategy.regions
