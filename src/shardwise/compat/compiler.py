@@ -24,7 +24,8 @@ def allow_recompiles(number: int) -> None:
 
 
 def compile_backward_early() -> None:
-    """Backward passes are compiled with the forward, so that one which cannot be is known before any gradient is there."""
+    """Backward passes are compiled with the forward, so that one which cannot be is known before any gradient is there.
+    Seen on 2.11, 2.13, 2.15; a version without it compiles them late."""
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         torch._functorch.config.force_non_lazy_backward_lowering = True
 
@@ -32,3 +33,8 @@ def compile_backward_early() -> None:
 def compiled_frames() -> int:
     """How many functions have been compiled so far in this process. Seen on 2.11, 2.13, 2.15."""
     return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def name_without_compiled(name: str) -> str:
+    """The name that a parameter had before `torch.compile` was given its module. Seen on 2.11, 2.13, 2.15."""
+    return name.replace("_orig_mod.", "")
