@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -88,7 +89,10 @@ def test_a_limit_of_recompilations_is_only_raised() -> None:
 
 def test_groups_of_a_mesh(alone: None) -> None:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    distributed.set_group_timeout(mesh.get_group("shard"), timedelta(seconds=7))
+    group = mesh.get_group("shard")
+    with warnings.catch_warnings(action="error"):  # that the name it uses will go
+        distributed.set_group_timeout(group, timedelta(seconds=7))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
     assert dist.get_process_group_ranks(distributed.flat_group(mesh)) == [0]
 
 

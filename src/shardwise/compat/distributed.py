@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,9 +43,12 @@ __all__ = [
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """How long a collective of this group may take: a mesh's groups have ten minutes of their own over NCCL. Seen on 2.11,
-    2.13, 2.15."""
-    _set_pg_timeout(timeout, group)
+    """How long a collective of this group may take: a mesh's groups have ten minutes of their own over NCCL. Seen on 2.11 and
+    2.13; 2.15 has a public `set_timeout`, and warns of the private one."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
