@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from shardwise.launch.rendezvous import BatchPlan, Meeting, meet
+from shardwise.launch.rendezvous import Meeting, Node, meet
 
 
 @pytest.fixture
@@ -65,14 +65,14 @@ def test_machines_join_only_when_the_last_question_is_answered(
 
 
 def test_who_came_first_is_first_whatever_its_address_and_number(tmp_path: Path) -> None:
-    def come(address: str, **keeps: str) -> BatchPlan:
+    def come(address: str, **keeps: str) -> Node:
         where = RendezvousParameters(
             "c10d", str(tmp_path / "store"), "job", 1, 4, local_addr=address, store_type="file", **keeps
         )
-        place = meet(where)._this_node
-        assert isinstance(place, BatchPlan)
-        return place
+        node = meet(where)._this_node
+        assert isinstance(node, Node)
+        return node
 
-    places = [come("10.0.0.9"), come("10.0.0.10"), come("10.0.0.8"), come("10.0.0.99", is_host="true")]
-    assert [place.addr for place in sorted(places)] == ["10.0.0.99", "10.0.0.9", "10.0.0.10", "10.0.0.8"]
-    assert len(set(places)) == 4
+    nodes = [come("10.0.0.9"), come("10.0.0.10"), come("10.0.0.8"), come("10.0.0.99", is_host="true")]
+    assert [node.addr for node in sorted(nodes)] == ["10.0.0.99", "10.0.0.9", "10.0.0.10", "10.0.0.8"]
+    assert len(set(nodes)) == 4

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 
+from shardwise.compat.tensors import varlen_operations
 from shardwise.kernels.backend import in_order
 from shardwise.kernels.meta_probe import without_values
 from shardwise.kernels.types import computing_type
@@ -199,7 +200,7 @@ def _varlen() -> Callable[..., Tensor] | None:
 
 
 _VARLEN = _varlen()
-OPERATIONS = [torch.ops.torch_attn._varlen_attn.default] if _VARLEN is not None else []
+OPERATIONS = varlen_operations() if _VARLEN is not None else []
 """What it is called where operations are recorded: attention is worth keeping when others are computed again."""
 
 

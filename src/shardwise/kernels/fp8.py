@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shardwise.compat.tensors import scaled_mm
 from shardwise.kernels.types import computing_type
 
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,16 +27,16 @@ def use_fp8(model: nn.Module, blocks: list[nn.Module]) -> list[str]:
     Returns the names of those that were left out because of their sides.
     """
     names = {module: name for name, module in model.named_modules()}
-    skipped_batches = []
+    skipped = []
     for block in blocks:
         for module in block.modules():
             if type(module) is not nn.Linear:
                 continue
             if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-                skipped_batches.append(names.get(module, "?"))
+                skipped.append(names.get(module, "?"))
             else:
                 module.__class__ = Fp8Linear
-    return skipped_batches
+    return skipped
 
 
 def fp8_problem(device: torch.device) -> str | None:
@@ -97,6 +98,6 @@ def _by_columns(scaled: Scaled) -> Scaled:
 
 
 def _product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(
+    return scaled_mm(
         left[0], right[0], scale_a=left[1], scale_b=right[1], out_dtype=dtype, use_fast_accum=left[0].dtype == FORWARD
     )

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
+from shardwise.compat.distributed import TensorStyle
+from shardwise.compat.modules import parameters_of
 from shardwise.kernels.cross_entropy import linear_cross_entropy
 from shardwise.kernels.meta_probe import without_values
 from shardwise.kernels.types import computing_type
@@ -58,20 +59,20 @@ class LossHead(nn.Linear):
             self.targets = None
 
 
-class VocabParallel(ParallelStyle):
+class VocabParallel(TensorStyle):
     """How ranks share a LossHead: each has as many words of the vocabulary as the others."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LossHead)
-        part = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        part = distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)
         module.weight = nn.Parameter(part, module.weight.requires_grad)
         return module
 
 
-def words_apart(model: Any, ranks: int) -> dict[str, ParallelStyle]:
+def words_apart(model: Any, ranks: int) -> dict[str, TensorStyle]:
     """For a tensor plan: the head by its name, where it can be shared: it is no embedding too, and its words divide."""
     head = model.get_output_embeddings()
-    if not isinstance(head, LossHead) or head._parameters["bias"] is not None or head.out_features % ranks:
+    if not isinstance(head, LossHead) or parameters_of(head)["bias"] is not None or head.out_features % ranks:
         return {}
     if head.weight is model.get_input_embeddings().weight:
         return {}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.compat.compiler import compile_errors
+from shardwise.compat.tensors import foreach_add_
 from shardwise.errors import one_line
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 
@@ -57,7 +59,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             if not weights:
                 continue
             steps = [self.state[weight]["step"] for weight in weights]
-            torch._foreach_add_(steps, [1 - found] * len(steps))
+            foreach_add_(steps, [1 - found] * len(steps))
             for weight, numbers in zip(weights, _numbers(group, torch.stack(steps), scale, found), strict=True):
                 state, gradient = self.state[weight], gradients[weight]
                 assert gradient is not None
@@ -79,7 +81,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             try:
                 _compiled()(*given)
                 return
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except compile_errors() as error:
                 log.warning(f"the update does not compile, and runs as it is: {one_line(error)}")
                 self.compiled = False
         update(*given)

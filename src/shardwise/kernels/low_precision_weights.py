@@ -14,12 +14,14 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
+from shardwise.compat.modules import ConvNd, parameters_of
+from shardwise.compat.tensors import foreach_add_, foreach_copy_
 from shardwise.kernels.unregistered_parameters import unregistered_parameters
 
 AT_ONCE = 2**28
 """Bytes of gradients that are handed over together: one by one, the many small copies would take twice as long."""
 # What autocast would cast at every use. PyTorch's own norms it computes in fp32; other modules may do anything with theirs.
-_NARROWED = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+_NARROWED = (nn.Linear, nn.Embedding, ConvNd, nn.MultiheadAttention)
 
 
 class LowPrecisionWeights:
@@ -30,7 +32,7 @@ class LowPrecisionWeights:
         for module in model.modules():
             if not _is_narrowed(module):
                 continue
-            for name, master in module._parameters.items():
+            for name, master in parameters_of(module).items():
                 # What is frozen may be moved by other means, as the teacher of a student is, and has to keep every digit.
                 if master is None or master.dtype != torch.float32 or not master.requires_grad or master in wide:
                     continue
@@ -48,14 +50,14 @@ class LowPrecisionWeights:
         """Copies of what the masters are now are what the model computes with, until the end of it."""
         if self._copy_of:
             with torch.no_grad():
-                torch._foreach_copy_([*self._copy_of.values()], [*self._copy_of])
+                foreach_copy_([*self._copy_of.values()], [*self._copy_of])
         for module, name, master in self._places:
-            module._parameters[name] = self._copy_of[master]
+            parameters_of(module)[name] = self._copy_of[master]
         try:
             yield
         finally:
             for module, name, master in self._places:
-                module._parameters[name] = master
+                parameters_of(module)[name] = master
 
     def master_of(self, parameter: Tensor) -> nn.Parameter:
         """That of a copy; of what is no copy, itself."""
@@ -130,9 +132,9 @@ def _hand_over(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
     if new:
         for _, master in new:
             master.grad = torch.empty_like(master)
-        torch._foreach_copy_([_grad(master) for _, master in new], [_grad(copy) for copy, _ in new])
+        foreach_copy_([_grad(master) for _, master in new], [_grad(copy) for copy, _ in new])
     if more:
-        torch._foreach_add_([_grad(master) for _, master in more], [_grad(copy) for copy, _ in more])
+        foreach_add_([_grad(master) for _, master in more], [_grad(copy) for copy, _ in more])
     for copy, _ in pairs:
         copy.grad = None
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat.compiler import allow_recompiles, compile_backward_early, compile_errors, compiled_frames
 from shardwise.errors import one_line
 
 MOST_SHAPES = 16
@@ -44,7 +45,7 @@ class Regions:
     def replay(self) -> None:
         """From the next call on each is compiled anew, recorded, and then replayed."""
         self.replays = True
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * MOST_SHAPES)
+        allow_recompiles(2 * MOST_SHAPES)
         for block in self.blocks:
             block.__dict__["forward"].replay()
 
@@ -73,10 +74,8 @@ def compile_regions(blocks: list[nn.Module], *, backend: str = "inductor", one_s
     """`one_size`: each block is compiled for the largest input it gets. Otherwise, for sizes that differ when they first do:
     blocks that share their code and differ in size, as the stages of a network do, would count as that."""
     regions = Regions()
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-    # Backward passes are compiled with the forward, so that a block which cannot be is known before any gradient is there.
-    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
-        torch._functorch.config.force_non_lazy_backward_lowering = True
+    allow_recompiles(MOST_SHAPES)
+    compile_backward_early()
     for block in blocks:
         if "forward" in block.__dict__:
             continue  # somebody has put another in its place already
@@ -106,14 +105,14 @@ class _Region:
             return self.plain(*args, **kwargs)
         if self.one_size and self._is_smaller(*args, *kwargs.values()):
             return self.plain(*args, **kwargs)
-        before = _compiled_frames()
+        before = compiled_frames()
         began = time.perf_counter()
         try:
             result = self.compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except compile_errors() as error:
             self.regions.give_up(error)
             return self.plain(*args, **kwargs)
-        if _compiled_frames() != before:
+        if compiled_frames() != before:
             self.regions.seconds += time.perf_counter() - began
         return result
 
@@ -122,7 +121,3 @@ class _Region:
         size = sum(each.numel() for each in inputs if isinstance(each, torch.Tensor))
         self.largest = max(size, self.largest)
         return size < self.largest
-
-
-def _compiled_frames() -> int:
-    return int(torch._dynamo.utils.counters["frames"]["total"])

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
+from shardwise.compat.elastic import ElasticAgent
 from shardwise.launch.elastic_exit import ending_well
 from shardwise.watch.diagnosis import Kind, Verdict, ranks
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
@@ -49,7 +49,7 @@ class Job:
     restart_on_hang: bool
 
 
-class Agent(LocalElasticAgent):
+class Agent(ElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, job: Job, scratch: Path) -> None:
         super().__init__(spec=spec, logs_specs=logs, start_method="forkserver")
         self.job, self.scratch = job, scratch
@@ -100,53 +100,49 @@ class Agent(LocalElasticAgent):
         os._exit(code)  # the ranks die with this process
 
     def _pids(self) -> list[int]:
-        return [process.pid for process in self._processes() if process.is_alive() and process.pid]
-
-    def _processes(self) -> list[Any]:
-        context: Any = self._pcontext
-        return list(context._pc.processes) if context is not None and context._pc is not None else []
+        return [process.pid for process in self.processes() if process.is_alive() and process.pid]
 
     # ---------------------------------------------------------------- the agent's own turns
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def start_ranks(self, group: WorkerGroup) -> dict[int, Any]:
         self.watchdog.forget()
         self._ended, self._ended_here, self._hang = {}, set(), None
         job = self.job
-        worker_group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
+        group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
         with ending_well(self._settle_the_dead):
-            started = super()._start_workers(worker_group)
+            started = super().start_ranks(group)
         if self.asked is not None:  # in between
             self._tell()
-        if worker_group.workers[0].global_rank:
-            here = ranks(worker.global_rank for worker in worker_group.workers)
-            say(f"joined as {here}; the run's lines stand where rank 0 is, on {worker_group.master_addr}")
+        if group.workers[0].global_rank:
+            here = ranks(worker.global_rank for worker in group.workers)
+            say(f"joined as {here}; the run's lines stand where rank 0 is, on {group.master_addr}")
         return started
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def monitor_ranks(self, group: WorkerGroup) -> RunResult:
         if self._hang is None:  # the agent may see only at its next turn that they have ended
             self._hang = self._look_for_a_hang()
-        result = super()._monitor_workers(worker_group)
+        result = super().monitor_ranks(group)
         if result.is_failed():
-            self._after_a_failure(worker_group)
+            self._after_a_failure(group)
         elif result.state == WorkerState.SUCCEEDED and self._others_left(result):
             say("other machines have left or joined; going on with those that are there")
-            self._restart_workers(worker_group)
+            self.restart_ranks(group)
             return RunResult(state=WorkerState.HEALTHY)
         return result
 
     def _others_left(self, result: RunResult) -> bool:
         """All ranks have saved and left, and nobody asked it of this machine: it goes on with whoever is left."""
-        elastic = self._rdzv_handler.settings.max_nodes > 1  # type: ignore[attr-defined]
+        elastic = self.get_worker_group().spec.rdzv_handler.settings.max_nodes > 1  # type: ignore[attr-defined]
         # Where the time is up, ranks say so by a code of their own: then this machine leaves too.
         return elastic and self.asked is None and set(result.return_values.values()) == {AGAIN}
 
-    def _exit_barrier(self) -> None:
+    def wait_for_other_machines(self) -> None:
         """Machines end together; one that was asked to leave does not wait for those that go on without it."""
         if self.asked is None:
-            super()._exit_barrier()
+            super().wait_for_other_machines()
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def stop_ranks(self, group: WorkerGroup) -> None:
         """Machines have joined or left: the ranks save and leave, as long as that takes; those that do nothing are ended."""
         if self._pids():
             say("another machine joins: the ranks save, leave and start again with it")
@@ -161,18 +157,17 @@ class Agent(LocalElasticAgent):
                 saving = any(beat.phase is Phase.SAVE for beat in beats.values())
                 if time.monotonic() - sign > (self.job.hang_timeout if saving else TO_STOP):
                     break
-                # This takes their results, without which they do not end.
-                if self._pcontext is None or self._pcontext.wait(0):
+                if self.take_results():
                     break
                 time.sleep(0.05)
-            self._kill(self._processes())
-        super()._stop_workers(worker_group)
+            self._kill(self.processes())
+        super().stop_ranks(group)
 
     # ---------------------------------------------------------------- ranks that end
 
     def _settle_the_dead(self) -> None:
         """Once a rank has died, the others can only wait for it: they get a moment to say so, and are ended."""
-        processes = self._processes()
+        processes = self.processes()
         self._note_ends(processes)
         killed = any(code < 0 for code, _ in self._ended.values())
         give_up = time.monotonic() + (GRACE_AFTER_A_KILL if killed else GRACE)
@@ -202,20 +197,20 @@ class Agent(LocalElasticAgent):
         self._looked_at = now
         verdict = self.watchdog.look()
         if verdict is not None:
-            self._kill(self._processes())
+            self._kill(self.processes())
         return verdict
 
-    def _after_a_failure(self, worker_group: WorkerGroup) -> None:
-        by_rank = {worker_group.workers[local].global_rank: end for local, end in self._ended.items()}
+    def _after_a_failure(self, group: WorkerGroup) -> None:
+        by_rank = {group.workers[local].global_rank: end for local, end in self._ended.items()}
         verdict = self.verdict = self._hang or self.watchdog.judge(by_rank)
         self.final = self._why_not_again(verdict, self._hang is not None)
-        if self.final is not None or not self._remaining_restarts:
-            self._remaining_restarts = 0
+        if self.final is not None or not self.remaining_restarts:
+            self.remaining_restarts = 0
             return
-        total = worker_group.spec.max_restarts
+        total = group.spec.max_restarts
         step = newest_step(self.job.checkpoints)
         say(
-            f"{verdict.sentence}\nrestart {total - self._remaining_restarts + 1} of {total}: "
+            f"{verdict.sentence}\nrestart {total - self.remaining_restarts + 1} of {total}: "
             + (f"going on from step {step}" if step is not None else "from the beginning, there is no checkpoint yet")
         )
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from typing import Any
 
-from torch.distributed.elastic import multiprocessing as elastic
 from torch.multiprocessing.spawn import ProcessContext
+
+from shardwise.compat.elastic import starting_ranks_with
 
 
 class Finished:
@@ -57,17 +58,5 @@ class Processes(ProcessContext):
 @contextmanager
 def ending_well(one_died: Callable[[], None]) -> Iterator[None]:
     """Ranks that the agent starts within it end so."""
-    before: Any = elastic.MultiprocessContext
-
-    class Context(before):
-        def _start(self) -> None:
-            self._worker_finished_event = Finished(self.nprocs, self.start_method)
-            super()._start()
-            started: Any = self._pc
-            self._pc: Any = Processes(started.processes, started.error_files, one_died)
-
-    elastic.MultiprocessContext = Context  # type: ignore[misc]
-    try:
+    with starting_ranks_with(Finished, lambda processes, errors: Processes(processes, errors, one_died)):
         yield
-    finally:
-        elastic.MultiprocessContext = before  # type: ignore[misc]

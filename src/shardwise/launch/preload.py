@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -17,6 +16,7 @@ if _launcher := os.environ.pop(LAUNCHER, None):
 
 import torch
 
+from shardwise.compat.compiler import import_compiler
 from shardwise.config import load_config
 from shardwise.config.load import make_task
 
@@ -24,7 +24,7 @@ server = os.getpid()
 
 # The first step of any optimizer imports PyTorch's compiler, which takes seconds (torch 2.13). A step here would ask the GPU
 # whether it is capturing a graph (torch 2.11), and then no rank forked from here could use it.
-importlib.import_module("torch._dynamo")
+import_compiler()
 
 # So does the first save of a tensor, in tenths of a second.
 torch.save(torch.zeros(1), io.BytesIO())

@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
-    _BackendRendezvousStateHolder,
-    _NodeDesc,
 )
+
+from shardwise.compat.elastic import NodeDesc, RendezvousStateHolder
 
 ANSWER = 0.5
 """Seconds that an answer is waited for."""
@@ -36,7 +36,7 @@ KEEP_ALIVE = timedelta(seconds=2)
 def meet(where: RendezvousParameters) -> Meeting:
     backend, store = create_backend(where)
     came = 0 if where.get_as_bool("is_host") else store.add(f"shardwise.{where.run_id}.came", 1)
-    place = BatchPlan(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
+    node = Node(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
     settings = RendezvousSettings(
         where.run_id,
         where.min_nodes,
@@ -45,18 +45,18 @@ def meet(where: RendezvousParameters) -> Meeting:
         keep_alive_interval=KEEP_ALIVE,
         keep_alive_max_attempt=3,
     )
-    return Meeting(place, settings, backend.name, store, _BackendRendezvousStateHolder(backend, settings))
+    return Meeting(node, settings, backend.name, store, RendezvousStateHolder(backend, settings))
 
 
 @dataclass(frozen=True)
-class BatchPlan(_NodeDesc):
-    """A launcher's, among those that meet."""
+class Node(NodeDesc):
+    """A launcher, among those that meet."""
 
     came: int
     """Its turn: how many had come when it had; 0: it keeps the meeting point."""
 
-    def __lt__(self, other: _NodeDesc) -> bool:
-        return isinstance(other, BatchPlan) and self.came < other.came
+    def __lt__(self, other: NodeDesc) -> bool:
+        return isinstance(other, Node) and self.came < other.came
 
 
 class Meeting(DynamicRendezvousHandler):

@@ -10,12 +10,11 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.compat.frames import BACKWARD, COLLECTIVES, EXCHANGES, STORE
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$')
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _OURS = str(Path(__file__).parents[1])
-_COLLECTIVES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-_STORE = ("/torch/distributed/rendezvous.py",)
-_EXCHANGES = ("/torch/nn/parallel/distributed.py", "/torch/distributed/fsdp/", "/torch/distributed/pipelining/")
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Stack:
         """The collective it waits in, if it does: the call that was made, not those that it is made of."""
         name = None
         for frame in self.frames:
-            if frame.is_torch and any(part in frame.file for part in _COLLECTIVES):
+            if frame.is_torch and any(part in frame.file for part in COLLECTIVES):
                 name = frame.function.rpartition(".")[2]
-            elif frame.is_torch and any(part in frame.file for part in _STORE):
+            elif frame.is_torch and any(part in frame.file for part in STORE):
                 return "the rendezvous"
             elif not frame.is_torch:
                 break
@@ -70,7 +69,7 @@ class Stack:
     def in_backward(self) -> bool:
         """In autograd's engine, where DDP and fully_shard wait for the gradients of the others."""
         for frame in self.frames:
-            if frame.function == "_engine_run_backward":
+            if frame.function == BACKWARD:
                 return True
             if not frame.is_torch:
                 return False
@@ -79,7 +78,7 @@ class Stack:
     @property
     def in_exchange(self) -> bool:
         """In what DDP, fully_shard or a pipeline does around the model: the model's own code would lie further in."""
-        return bool(self.frames) and any(part in self.frames[0].file for part in _EXCHANGES)
+        return bool(self.frames) and any(part in self.frames[0].file for part in EXCHANGES)
 
     @property
     def place(self) -> Frame | None:

@@ -1,0 +1,89 @@
+"""What spreads a model over ranks: groups, meshes, DDP, splits, recomputation."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import cast
+
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket, HashStore, Store, TCPStore
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = [
+    "CheckpointImpl",
+    "CheckpointWrapper",
+    "GradBucket",
+    "HashStore",
+    "Store",
+    "TCPStore",
+    "TensorStyle",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "flat_group",
+    "name_without_wrapper",
+    "quiet_redistribution",
+    "release_ddp",
+    "set_group_timeout",
+    "wrapped_block",
+]
+
+# GradBucket and the stores: public in `torch.distributed`, which does not say so to mypy. Seen on 2.11, 2.13, 2.15.
+# checkpoint_wrapper and its kin: a block that computes its activations again, and keeps its parameters' names in a state
+# dict. Seen on 2.11, 2.13, 2.15.
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long a collective of this group may take: a mesh's groups have ten minutes of their own over NCCL. Seen on 2.11 and
+    2.13; 2.15 has a public `set_timeout`, and warns of the private one."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a mesh of several axes. Seen on 2.11, 2.13, 2.15."""
+    return mesh._flatten().get_group()
+
+
+def quiet_redistribution() -> None:
+    """No warning about every collective over two axes of a mesh: norms and checkpoints need them. Seen on 2.11, 2.13, 2.15."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def release_ddp(model: DistributedDataParallel) -> None:
+    """Before the process group goes. DDP's reducer would otherwise be the last to hold it, and end it while it holds Python's
+    lock, on which the group's own thread may be waiting: a hang at exit, now and then. Seen on 2.11, 2.13, 2.15."""
+    model.logger = None
+    model.reducer = None  # type: ignore[assignment]
+
+
+class TensorStyle(ParallelStyle):
+    """How ranks share a module, for `parallelize_module`: PyTorch calls a private hook, which here has the name `split`.
+    Seen on 2.11, 2.13, 2.15."""
+
+    def split(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.split(module, device_mesh)
+
+
+def wrapped_block(wrapper: CheckpointWrapper) -> nn.Module:
+    """The block that `checkpoint_wrapper` was given. Seen on 2.11, 2.13, 2.15."""
+    return cast(nn.Module, wrapper._checkpoint_wrapped_module)
+
+
+def name_without_wrapper(name: str) -> str:
+    """The name that a parameter or buffer had before its block was given to `checkpoint_wrapper`. Seen on 2.11, 2.13, 2.15."""
+    return name.replace("_checkpoint_wrapped_module.", "")
