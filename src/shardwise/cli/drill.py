@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.load import config_values
     from shardwise.drill.faults import Kind, schedule
     from shardwise.errors import ConfigError
 
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     (folder / "drill.json").write_text(json.dumps({"seed": seed, "count": args.count, "config": args.config}) + "\n")
     often = config.training.checkpoint_every_n_steps
     saved_every = often if often and often <= args.steps // 4 else max(2, args.steps // 20)
-    overrides = (*args.set, *_overrides(config.training.max_steps, saved_every, args))
-    plan = Plan(str(Path(args.config).resolve()), overrides, args.ranks, folder, HANG_SECONDS)
+    overrides = tuple(_overrides(config.training.max_steps, saved_every, args))
+    plan = Plan(config_values(config), overrides, args.ranks, folder, HANG_SECONDS)
 
     def say(text: str) -> None:
         print(text, file=sys.stderr if args.json else sys.stdout, flush=True)

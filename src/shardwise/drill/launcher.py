@@ -1,14 +1,15 @@
-"""The launcher of a drill, in a process of its own, because it is killed too: python -m shardwise.drill.launcher JSON."""
+"""The launcher of a drill, in a process of its own, because it is killed too: python -m shardwise.drill.launcher FILE."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import load_config
+import yaml
+
+from shardwise.config.load import config_from_values, config_values
 from shardwise.drill import inject
 from shardwise.errors import ShardwiseError
 from shardwise.launch.agent import Job
@@ -19,15 +20,17 @@ from shardwise.launch.server import die_with
 OFTEN = 1_000_000
 
 
-def main(text: str) -> int:
-    given = json.loads(text)
+def main(file: str) -> int:
+    given = yaml.safe_load(Path(file).read_text())
+    sys.path += [folder for folder in given["sys_path"] if folder not in sys.path]  # where the user's own task may be
     die_with(given["drill"])
     # As many as each rank would have with all of them on one machine: a sum may depend on how many threads make it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given["of_ranks"])))
-    config = load_config(given["config"], given["overrides"])
+    config = config_from_values(given["config"], given["overrides"])
+    values = config_values(config)
     job = Job(
         inject.rank,
-        (given["config"], given["overrides"], given["scratch"]),
+        (values, given["scratch"]),
         Path(config.run_folder),
         Path(config.checkpoint_folder),
         config.training.hang_timeout,
@@ -40,7 +43,7 @@ def main(text: str) -> int:
             given["ranks"],
             max_restarts=OFTEN,
             preload=["shardwise.drill.inject"],
-            rehearsed=(Path(given["config"]), given["overrides"]) if built_in else None,
+            rehearsed=values if built_in else None,
             nodes=_nodes(given["meeting"]) if "meeting" in given else None,
         )
     except ShardwiseError as error:

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
@@ -61,12 +62,13 @@ def run_ranks(
     *,
     max_restarts: int = 0,
     preload: Sequence[str] = (),
-    rehearsed: tuple[Path, Sequence[str]] | None = None,
+    rehearsed: Mapping[str, Any] | None = None,
     nodes: Nodes | None = None,
 ) -> int:
     """Run `job.entry(*job.args)` in `count` new processes on this machine. Returns the exit code of the run.
 
-    `preload`, `rehearsed`: what the process that they are forked from imports and builds beforehand.
+    `preload`: modules that the process imports which they are forked from; `rehearsed`: the values of a config whose model
+    it builds.
     """
     _silence_the_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
