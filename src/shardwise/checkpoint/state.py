@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ from shardwise.data.manifest import Condition, FileEntry, condition_of, read_man
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
         path, complaints = store.named(Path(which), check, act=world.is_first)
     for complaint in complaints:
         if world.is_first:
-            print(f"warning: {complaint}", flush=True)
+            log.warning(complaint)
     if path is None and store.passed_over:
         raise CheckpointError(
             f"there are checkpoints in {store.folder}, and none can be read now. Is the storage there? Nothing was changed"

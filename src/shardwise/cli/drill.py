@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import random
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+
 if TYPE_CHECKING:
     from shardwise.drill.faults import Kind
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.faults == "list":
         for kind in Kind:
-            print(f"  {kind.value:<10} {kind.words}")
+            show(f"  {kind.value:<10} {kind.words}")
         return 0
     unknown = sorted(set((args.faults or "").split(",")) - {*Kind, ""})
     if unknown:
@@ -67,17 +71,14 @@ def run(args: argparse.Namespace) -> int:
     overrides = tuple(_overrides(config.training.max_steps, saved_every, args))
     plan = Plan(config_values(config), overrides, args.ranks, folder, HANG_SECONDS)
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
-
     for sentence in skipped_batches:
-        say(sentence)
-    say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
-    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), say)
+        log.info(sentence)
+    log.info(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
+    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), log.info)
     if args.json:
-        print(json.dumps(as_data(result, seed), indent=1))
+        show(json.dumps(as_data(result, seed), indent=1))
     else:
-        print(f"\n{as_words(result)}")
+        show(f"\n{as_words(result)}")
     if args.report:
         import torch
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.launch.nodes import Nodes
+
+log = logging.getLogger(__name__)
 
 RESTARTS = 3
 """Unless --max-restarts says otherwise: of several ranks. One alone runs in this process, and is not started again."""
@@ -127,6 +129,7 @@ def _as_rank(file: str, overrides: Sequence[str], request: TrainRequest) -> int:
     from shardwise.config import load_config
     from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.launch.external_ranks import external_ranks
+    from shardwise.watch.console import PLAIN, program_logging
     from shardwise.watch.exit_codes import of_program
     from shardwise.watch.failures import peer_lost
 
@@ -140,15 +143,17 @@ def _as_rank(file: str, overrides: Sequence[str], request: TrainRequest) -> int:
                 return of_program(_train(config, request))
         except Exception as error:
             if peer_lost(error):
-                raise SystemExit(f"[rank {rank}] stopped, because another rank went away") from None
+                log.error("stopped, because another rank went away", extra=PLAIN)
+                raise SystemExit(1) from None
             if isinstance(error, ShardwiseError):
                 # A mistake in the file is the same on every rank: said once.
                 if rank == "0" or not isinstance(error, ConfigError):
-                    print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
+                    log.error(error)
                 raise SystemExit(2) from None
             raise
 
-    return int(entry() or 0)
+    with program_logging(f"[rank {rank}] "):
+        return int(entry() or 0)
 
 
 def _rank(values: dict[str, Any], request: TrainRequest) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from shardwise.launch.agent import Job
 from shardwise.launch.local import run_ranks
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.server import die_with
+from shardwise.watch.console import follow_log_level, program_logging
+
+log = logging.getLogger("shardwise.drill.launcher")  # where this module is __main__
 
 OFTEN = 1_000_000
 
@@ -47,7 +51,7 @@ def main(file: str) -> int:
             nodes=_nodes(given["meeting"]) if "meeting" in given else None,
         )
     except ShardwiseError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(error)
         return 2
 
 
@@ -57,4 +61,6 @@ def _nodes(meeting: dict[str, Any]) -> Nodes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    with program_logging():
+        follow_log_level()
+        sys.exit(main(sys.argv[1]))

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from shardwise.drill.network import MEETING_POINT, Machine
+from shardwise.watch.console import LOG_LEVEL
 
 PATIENCE = 180.0
 """Seconds in which a run must come back from a fault, beyond the time after which a hang is noticed."""
@@ -146,7 +147,8 @@ class _Launcher:
     def _started(self) -> subprocess.Popen[str]:
         self.said.append((time.monotonic(), "restart of the launcher"))
         with (self.folder / "output.txt").open("a") as output:
-            process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.PIPE, text=True)
+            environ = {**os.environ, LOG_LEVEL: "info"}  # whatever the drill's own: what the run says is read
+            process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from shardwise.watch.heartbeats import Phase, beat
 
 if TYPE_CHECKING:
     from shardwise.engine.session import Session
+
+log = logging.getLogger(__name__)
 
 SLOW_STORAGE = 6
 """Writing a checkpoint may take this many times as long as a rank may otherwise be silent."""
@@ -186,10 +188,8 @@ class Checkpoints:
     def _say_that_training_waits(self, *sizes: float) -> None:
         if self.world.local_rank == 0 and not self._said:
             needed = " ({} per rank, and there are {})".format(*map(gib, sizes)) if sizes else ""
-            print(
-                f"warning: host memory has no room for a copy of a checkpoint{needed}: training waits while one is written",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"host memory has no room for a copy of a checkpoint{needed}: training waits while one is written"
             )
         self._said = True
 
@@ -240,7 +240,7 @@ class Checkpoints:
 
     def _warn(self, written: Written) -> None:
         if written.problem and self.world.is_first:
-            print(f"warning: {written.problem}; training goes on", file=sys.stderr, flush=True)
+            log.warning(f"{written.problem}; training goes on")
 
     def _retire(self) -> None:
         training = self.training

@@ -6,6 +6,7 @@ Every rank comes to the same verdict: it is made of the gradient's global norm a
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections import deque
@@ -19,6 +20,8 @@ from shardwise.errors import LossSpike, NonFiniteError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.engine.step import Parts
+
+log = logging.getLogger(__name__)
 
 BAD_SAMPLES = "bad-samples.jsonl"
 """In the run folder: one line per rank and bad step."""
@@ -152,4 +155,4 @@ def _write_down(folder: Path, verdict: Verdict, blamed: Sequence[BadLoss]) -> No
                     record["loss"] = str(bad_loss.loss)
                 file.write(json.dumps(record) + "\n")
     except OSError as error:
-        print(f"warning: {folder / BAD_SAMPLES} cannot be written: {error.strerror}", flush=True)
+        log.warning(f"{folder / BAD_SAMPLES} cannot be written: {error.strerror}")

@@ -34,6 +34,8 @@ from shardwise.watch.diagnosis import Kind
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
 
+log = logging.getLogger(__name__)
+
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
     """How many ranks to start on this machine."""
@@ -151,7 +153,10 @@ def _because(agent: Agent) -> str:
 
 
 def _silence_the_agent() -> None:
-    """What it has to say about failures, we say better. Each of its loggers has a level of its own."""
+    """What it has to say about failures, we say better. Each of its loggers has a level of its own. For --log-level debug it
+    may speak."""
+    if log.isEnabledFor(logging.DEBUG):
+        return
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
