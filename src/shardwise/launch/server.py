@@ -26,8 +26,8 @@ def start_server(
     rehearsed: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Begin to import the modules `preload`, in a process of its own. `rehearsed`: the values of a
-    config whose model is built there.
+    """Begin to import the modules `preload`, in a process of its own. `rehearsed`: the values of a config whose model is built
+    there.
 
     Called by the main thread: the kernel ends the server together with the thread that started it.
     """
