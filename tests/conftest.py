@@ -58,7 +58,7 @@ def a_clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 def clean_environment(patch: pytest.MonkeyPatch) -> None:
     """Whoever runs the tests may be a rank of something else."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SHARDWISE_LOG_LEVEL"):
         patch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         patch.delenv(name)

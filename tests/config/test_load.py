@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from shardwise.config import Config, load_config, parse_config
-from shardwise.config.load import config_class, load_task_class
+from shardwise.config.load import config_class, config_from_values, config_values, load_task_class
 from shardwise.errors import ConfigError
+from tests.conftest import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,27 @@ def test_the_blocks_of_a_task_of_ones_own_are_as_strict_as_the_others(own: Path,
     with pytest.raises(ConfigError) as caught:
         load_config(own, [override])
     assert str(caught.value) == f"--set: {message}"
+
+
+# ---------------------------------------------------------------- sent to another process
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_values_of_a_config_make_the_same_config(file: Path) -> None:
+    config = load_config(file, ["training.max_steps=7", "seed=3"])
+    sent = pickle.loads(pickle.dumps(config_values(config)))
+    again = config_from_values(sent)
+    assert again.model_dump() == config.model_dump()
+    left = again.model_fields_set, again.training.model_fields_set, again.data.model_fields_set
+    assert left == (config.model_fields_set, config.training.model_fields_set, config.data.model_fields_set)
+
+
+def test_values_take_overrides_and_are_checked_like_a_file() -> None:
+    values = config_values(parse_config("task: chess\ntraining: {batch_size: 4}"))
+    assert config_from_values(values, ["training.batch_size=8"]).training.batch_size == 8
+    assert values["training"]["batch_size"] == 4, "what was given is as it was"
+    with pytest.raises(ConfigError, match=r"training[.]batch_size: 0 is not allowed"):
+        config_from_values(values, ["training.batch_size=0"])
 
 
 # ---------------------------------------------------------------- the schema for editors

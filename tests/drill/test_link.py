@@ -123,11 +123,11 @@ def test_not_named_it_is_there_where_it_is_possible_and_otherwise_left_out_with_
     monkeypatch.setattr(conduct, "conduct", note)
     monkeypatch.setattr(network, "why_there_are_none", lambda: None)
     assert main(["drill", config, "--folder", str(tmp_path / "drill")]) == 0
-    assert "left out" not in capsys.readouterr().out
+    assert "left out" not in capsys.readouterr().err
     monkeypatch.setattr(network, "why_there_are_none", lambda: "network namespaces need root")
     assert main(["drill", config, "--folder", str(tmp_path / "drill")]) == 0
     sentence = "left out: link (the link between two machines cut): network namespaces need root"
-    assert capsys.readouterr().out.count(sentence) == 1
+    assert capsys.readouterr().err.count(sentence) == 1
     assert planned == [set(Kind), set(Kind) - {Kind.LINK}]
 
 

@@ -71,7 +71,7 @@ def test_a_model_that_does_not_compile_runs_as_it_is_and_one_line_says_so(caplog
     with caplog.at_level(logging.WARNING, logger="shardwise"):
         assert torch.equal(compiled(rows), plain(rows))
     assert regions.problem is not None and "no such instruction" in regions.problem
-    (line,) = [record.message for record in caplog.records if record.name == "shardwise"]
+    (line,) = [record.message for record in caplog.records if record.name == "shardwise.kernels.regions"]
     assert line.startswith("the model does not compile, and runs as it is: ") and "\n" not in line
     assert all("forward" not in vars(block) for block in compiled)
 

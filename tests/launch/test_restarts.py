@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from shardwise.launch.nodes import Nodes
 from shardwise.watch.exit_codes import TIME_IS_UP
 from tests.cli.program import BIN, SHARDWISE, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
+from tests.tasks import Faulty
 
 RAGGED = """
 task: tests.tasks:{task}
@@ -79,6 +81,29 @@ def test_after_a_kill_a_pause_a_hang_a_crash_and_an_error_it_is_bit_for_bit_the_
     assert "; rank 0 waits in the reduction of gradients of step" in hang
     assert "time.sleep" not in hang and (torn / "runs/ragged/ranks/rank-0001.stack").exists()
     assert "OSError: a passing trouble (tests/tasks.py:" in verdicts(torn)[4]["sentence"]
+
+
+class Edited(Faulty):
+    """Its config file is changed when it begins, and gone when it begins again."""
+
+    def prepare_data(self) -> None:
+        if os.environ["RANK"] == "0":
+            file = Path("ragged.yaml")
+            if attempt():
+                file.unlink(missing_ok=True)
+            else:
+                file.write_text(file.read_text().replace("lr: 0.01", "lr: 0.5"))
+        super().prepare_data()
+
+
+def test_restarted_ranks_train_the_config_that_the_run_began_with(tmp_path: Path, whole: Path) -> None:
+    torn = write(tmp_path / "torn")
+    task = "task=tests.launch.test_restarts:Edited"
+    done = shardwise(torn, "train", "ragged.yaml", "--set", task, FAULTS="kill:1:4,kill:0:4")
+    assert done.returncode == 0, done.stderr
+    assert not (torn / "ragged.yaml").exists() and done.stderr.count("restart ") == 2
+    assert curve(torn) == curve(whole)
+    assert checksums(torn) == checksums(whole)
 
 
 def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path: Path, whole: Path) -> None:

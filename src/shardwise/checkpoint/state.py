@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,8 @@ from shardwise.data.manifest import Condition, FileEntry, condition_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 from shardwise.parallel.weights import original_name
+
+log = logging.getLogger(__name__)
 
 OnPhase = Callable[[Literal["write", "flush", "commit"]], None]
 """Called as each phase begins: files are written, each is flushed, rank 0 makes the checkpoint visible."""
@@ -184,7 +187,7 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
         path, complaints = store.named(Path(which), check, act=world.is_first)
     for complaint in complaints:
         if world.is_first:
-            print(f"warning: {complaint}", flush=True)
+            log.warning(complaint)
     if path is None and store.passed_over:
         raise CheckpointError(
             f"there are checkpoints in {store.folder}, and none can be read now. Is the storage there? Nothing was changed"

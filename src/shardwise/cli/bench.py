@@ -7,6 +7,8 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+
 if TYPE_CHECKING:
     from shardwise.bench.data import Profile
 
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or min(workers) < 0:
         raise ConfigError("--steps must be at least 1, and --workers must not be below 0")
     profile = profile_data(config, workers, args.steps, cores)
-    print(json.dumps(profile.as_dict(), indent=1) if args.json else _table(profile))
+    show(json.dumps(profile.as_dict(), indent=1) if args.json else _table(profile))
     return 0
 
 

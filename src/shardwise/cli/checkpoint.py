@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+from shardwise.watch.console import PLAIN
+
 if TYPE_CHECKING:
     from shardwise.checkpoint import CheckpointStore, Found
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +47,7 @@ def _list(store: CheckpointStore) -> int:
     from shardwise.errors import CheckpointError
 
     every = store.every()
-    print(f"{'step':>10}  {'epoch':>5}  {'metric':>10}  {'size':>10}  written")
+    show(f"{'step':>10}  {'epoch':>5}  {'metric':>10}  {'size':>10}  written")
     for found in every:
         size = f"{sum(file.stat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
@@ -52,9 +57,9 @@ def _list(store: CheckpointStore) -> int:
             epoch = "?"
         metric = "" if found.metric is None else f"{found.metric:.4g}"
         note = "  newest: this is what --resume auto takes, if it is whole" if found is every[-1] else ""
-        print(f"{found.step:>10}  {epoch:>5}  {metric:>10}  {size:>10}  {when}{note}")
+        show(f"{found.step:>10}  {epoch:>5}  {metric:>10}  {size:>10}  {when}{note}")
     for path, what in store.leftovers():
-        print(f"  {path.name}: {what}")
+        show(f"  {path.name}: {what}")
     return 0
 
 
@@ -68,21 +73,21 @@ def _verify(store: CheckpointStore) -> int:
         condition = condition_of(found.path)
         seconds = time.perf_counter() - began
         if condition.problems:
-            print(f"{found.path}: {'; '.join(condition.problems)}", flush=True)
+            show(f"{found.path}: {'; '.join(condition.problems)}")
             (unread if condition.unreadable else damaged).append(found)
             continue
         size = sum(file.stat().st_size for file in found.path.iterdir()) / 2**20
-        print(f"{found.path}: whole ({size:.1f} MiB in {seconds:.1f} s)", flush=True)
+        show(f"{found.path}: whole ({size:.1f} MiB in {seconds:.1f} s)")
         for name in surplus_in(found.path):
-            print(f"  note: {name} does not belong to it, and does no harm")
+            show(f"  note: {name} does not belong to it, and does no harm")
     if damaged:
         steps = ", ".join(str(found.step) for found in damaged)
-        print(
-            f"damaged: step {steps}. `shardwise checkpoint repair` sets them aside, as a resume would", file=sys.stderr
+        log.error(
+            f"damaged: step {steps}. `shardwise checkpoint repair` sets them aside, as a resume would", extra=PLAIN
         )
     if unread:
         steps = ", ".join(str(found.step) for found in unread)
-        print(f"could not be read: step {steps}. Is the storage there, and may you read it?", file=sys.stderr)
+        log.error(f"could not be read: step {steps}. Is the storage there, and may you read it?", extra=PLAIN)
     return 1 if damaged or unread else 0
 
 
@@ -94,14 +99,14 @@ def _repair(store: CheckpointStore) -> int:
         lock_folder(folder)  # for as long as this process lives: a run that is going on is not repaired
     done = store.repair()
     for sentence in done:
-        print(sentence)
+        show(sentence)
     whole, complaints = store.newest_whole()
     for complaint in complaints:
-        print(complaint)
+        show(complaint)
     if not done and not complaints:
-        print("there was nothing to repair")
+        show("there was nothing to repair")
     if whole is None:
-        print(f"no whole checkpoint is left in {store.folder}", file=sys.stderr)
+        log.error(f"no whole checkpoint is left in {store.folder}", extra=PLAIN)
         return 1
-    print(f"--resume auto goes on from {whole}")
+    show(f"--resume auto goes on from {whole}")
     return 0

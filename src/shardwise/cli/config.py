@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+
+from shardwise.cli.output import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def _schema(task: str) -> int:
     from shardwise.config.load import config_class
 
-    json.dump(config_class(task).model_json_schema(), sys.stdout, indent=2)
-    print()
+    show(json.dumps(config_class(task).model_json_schema(), indent=2))
     return 0
 
 
@@ -54,7 +54,7 @@ def _keys(task: str | None) -> int:
     from shardwise.config.registry import BUILT_IN
 
     blocks = {name: built_in_blocks(name) for name in BUILT_IN["shardwise.tasks"]}
-    print(reference(config_class(task)) if task else reference_of(Config, blocks), end="")
+    show(reference(config_class(task)) if task else reference_of(Config, blocks), end="")
     return 0
 
 
@@ -72,30 +72,30 @@ def _show(args: argparse.Namespace) -> int:
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
     strategy = check_plan(config, world, "cuda" if torch.cuda.is_available() else "cpu")
     if training.batch_size == "auto":
-        print(dump_config(config), end="")
-        print(
+        show(dump_config(config), end="")
+        show(
             f"\n# devices              {world}, strategy {strategy.name}\n# batch size           found when the run begins"
         )
         return 0
     batching = resolve_batching(training, strategy.copies(world))
     lr = resolve_learning_rate(training, batching.global_batch)
-    print(dump_config(config), end="")
-    print("\n# what follows from it")
-    print(f"# devices              {world}, strategy {strategy.name}")
-    print(
+    show(dump_config(config), end="")
+    show("\n# what follows from it")
+    show(f"# devices              {world}, strategy {strategy.name}")
+    show(
         f"# effective batch size {batching.global_batch} = {batching.batch_size} per device × {batching.accumulation} "
         f"accumulation × {batching.world} {'devices' if batching.world == world else 'copies of the model'}"
     )
     scaled = f" = {training.optimizer.lr:g} × {batching.global_batch} / {training.base_batch_size}"
-    print(f"# learning rate        {lr:g}{scaled if training.lr_scaling == 'linear' else ''} at its peak")
+    show(f"# learning rate        {lr:g}{scaled if training.lr_scaling == 'linear' else ''} at its peak")
     if config.task != OWN:
         task = make_task(config)
         task.prepare_data()
         samples = len(task.train_data())
         steps = batching.steps_per_epoch(samples)
         total = min(steps * training.max_epochs, training.max_steps or steps * training.max_epochs)
-        print(f"# steps per epoch      {steps} for {samples} training samples; {total} steps in all")
-    print(f"# run folder           {config.run_folder}")
+        show(f"# steps per epoch      {steps} for {samples} training samples; {total} steps in all")
+    show(f"# run folder           {config.run_folder}")
     return 0
 
 
@@ -127,21 +127,21 @@ def _advise(args: argparse.Namespace) -> int:
     machines = Machines(devices, nodes, memory, args.slow_network)
     tensor_sizes = tensor_sizes_of(task, shape, machines)
     found = advise(sizes, config.training, machines, tensor_sizes)
-    print(
+    show(
         f"{config.name}: {sizes.parameters:,} parameters, {devices} device(s) of {gib(memory)} on {nodes} machine(s)\n"
     )
-    print(
+    show(
         f"  {'per device, predicted':<24} {'weights':>10} {'gradients':>10} {'optimizer':>10} {'gathered':>10} {'in all':>10}"
     )
     for name, state in found.table.items():
         parts = (state.weights, state.gradients, state.optimizer, state.gathered, state.total)
-        print(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
-    print("\n" + "\n".join(found.reasons))
+        show(f"  {name:<24} " + " ".join(f"{gib(part):>10}" for part in parts))
+    show("\n" + "\n".join(found.reasons))
     if found.splits_blocks and tensor_sizes is None:
-        print("This task does not say how its matrices are split (Task.tensor_plan): that must be written first.")
-    print("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
+        show("This task does not say how its matrices are split (Task.tensor_plan): that must be written first.")
+    show("Activations come on top and depend on the batch; `shardwise train` shows what is used.\n")
     if found.lines:
-        print("training:\n" + "\n".join(f"  {line}" for line in found.lines))
+        show("training:\n" + "\n".join(f"  {line}" for line in found.lines))
     return 0
 
 

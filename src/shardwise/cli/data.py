@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 import time
 from pathlib import Path
+
+from shardwise.cli.output import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +40,13 @@ def _shard(args: argparse.Namespace) -> int:
     from shardwise.tasks.cells.sharding import shard_cells
     from shardwise.tasks.cells.shards import open_shards
 
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
     began = time.perf_counter()
     folder = shard_cells(config.data, config.seed, Path(args.to), cells_per_shard=args.cells_per_shard)  # type: ignore[arg-type]
     copy = open_shards(folder)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     seconds = time.perf_counter() - began
     cells = len(copy.training) + len(copy.validation)
-    print(
+    show(
         f"{folder}: {len(copy.training)} cells to train on in {len(copy.training.files)} shards, {len(copy.validation)} held "
         f"out, {size:.1f} MiB, in {seconds:.1f} s ({cells / seconds:.0f} cells/s)\n"
         f"train from it with  --set data.source=shards --set 'data.paths=[{folder}]'"
@@ -65,7 +64,7 @@ def _verify(folder: Path) -> int:
     if problems:
         raise DataError("\n  ".join([f"{folder} is damaged: make the copy anew", *problems]))
     files = read_manifest(folder)["files"]
-    print(
+    show(
         f"{folder}: {len(files)} files, {sum(f['size'] for f in files.values()) / 2**20:.1f} MiB, every checksum matches"
     )
     return 0

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import random
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+
 if TYPE_CHECKING:
     from shardwise.drill.faults import Kind
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.load import config_values
     from shardwise.drill.faults import Kind, schedule
     from shardwise.errors import ConfigError
 
     if args.faults == "list":
         for kind in Kind:
-            print(f"  {kind.value:<10} {kind.words}")
+            show(f"  {kind.value:<10} {kind.words}")
         return 0
     unknown = sorted(set((args.faults or "").split(",")) - {*Kind, ""})
     if unknown:
@@ -63,20 +68,17 @@ def run(args: argparse.Namespace) -> int:
     (folder / "drill.json").write_text(json.dumps({"seed": seed, "count": args.count, "config": args.config}) + "\n")
     often = config.training.checkpoint_every_n_steps
     saved_every = often if often and often <= args.steps // 4 else max(2, args.steps // 20)
-    overrides = (*args.set, *_overrides(config.training.max_steps, saved_every, args))
-    plan = Plan(str(Path(args.config).resolve()), overrides, args.ranks, folder, HANG_SECONDS)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr if args.json else sys.stdout, flush=True)
+    overrides = tuple(_overrides(config.training.max_steps, saved_every, args))
+    plan = Plan(config_values(config), overrides, args.ranks, folder, HANG_SECONDS)
 
     for sentence in skipped_batches:
-        say(sentence)
-    say(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
-    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), say)
+        log.info(sentence)
+    log.info(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
+    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), log.info)
     if args.json:
-        print(json.dumps(as_data(result, seed), indent=1))
+        show(json.dumps(as_data(result, seed), indent=1))
     else:
-        print(f"\n{as_words(result)}")
+        show(f"\n{as_words(result)}")
     if args.report:
         import torch
 

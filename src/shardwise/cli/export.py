@@ -7,14 +7,18 @@ says that the user names.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+
 if TYPE_CHECKING:
     from shardwise.config import Config
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = args.checkpoint if args.checkpoint not in ("best", "last") else (best.path if best else store.folder)
     checkpoint, complaints = store.named(Path(wanted))
     for complaint in complaints:
-        print(f"warning: {complaint}", file=sys.stderr)
+        log.warning(complaint)
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -58,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
         aside.rename(target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    print(f"exported {checkpoint} to {target}:")
+    show(f"exported {checkpoint} to {target}:")
     for file in sorted(target.iterdir()):
-        print(f"  {file.name:<28} {file.stat().st_size / 2**20:8.2f} MiB")
+        show(f"  {file.name:<28} {file.stat().st_size / 2**20:8.2f} MiB")
     return 0
 
 

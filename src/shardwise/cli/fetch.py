@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.output import show
+
 if TYPE_CHECKING:
     from shardwise.config.hub import HubName
+
+log = logging.getLogger(__name__)
 
 ANSWER_WITHIN_SECONDS = 10.0
 
@@ -28,19 +33,19 @@ def run(args: argparse.Namespace) -> int:
     folder = args.to or config.fetch_dir
     names = hub_names(config)
     if not names:
-        print(f"{args.config} names no model and no data set of the hub: there is nothing to fetch")
+        show(f"{args.config} names no model and no data set of the hub: there is nothing to fetch")
         return 0
     for hub in names:
         place = hub.place_in(folder)
         if hub.is_in(folder) and not args.again:
-            print(f"{hub.key}: {hub.name} is in {place} already")
+            show(f"{hub.key}: {hub.name} is in {place} already")
             continue
-        print(f"{hub.key}: {hub.name} …", flush=True)
+        show(f"{hub.key}: {hub.name} …")
         _download(hub, place)
         size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-        print(f"  {place}: {size / 2**20:.1f} MiB")
+        show(f"  {place}: {size / 2**20:.1f} MiB")
     option = "" if folder == config.fetch_dir else f" --set fetch_dir={folder}"
-    print(f"train without internet:  shardwise train {args.config} --set offline=true{option}")
+    show(f"train without internet:  shardwise train {args.config} --set offline=true{option}")
     return 0
 
 
@@ -50,8 +55,11 @@ def _download(hub: HubName, place: Path) -> None:
 
     try:
         from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise MissingExtra.of("huggingface_hub", "lm", "shardwise fetch") from None
+    if not log.isEnabledFor(logging.INFO):
+        disable_progress_bars()
     aside = place.with_name(f".{place.name}.fetching")
     shutil.rmtree(aside, ignore_errors=True)
     try:

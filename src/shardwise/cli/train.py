@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
-import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.launch.nodes import Nodes
 
+log = logging.getLogger(__name__)
+
 RESTARTS = 3
-"""Unless --max-restarts says fallback_checkpoint: of several ranks. One alone runs in this process, and is not started again."""
+"""Unless --max-restarts says otherwise: of several ranks. One alone runs in this process, and is not started again."""
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What was asked of the program besides the config. Every rank gets it."""
+
+    resume: str | None
+    fresh: bool
+    all_ranks: bool
+    stop_after: float | None
+    """Seconds since `began`."""
+    began: float
+    """Of the monotonic clock, when the program was started."""
+    elastic: bool
+    """Machines may come and go."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,12 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.load import config_values
     from shardwise.launch.environment import adopt_environment
 
     _check_arguments(args)
-    args.began = time.monotonic()
+    request = TrainRequest(
+        args.resume, args.fresh, args.all_ranks, args.stop_after, time.monotonic(), elastic=args.nodes is not None
+    )
     if adopt_environment():
-        return _as_rank(args)
+        return _as_rank(args.config, args.set, request)
     config = load_config(args.config, args.set)
     _check_before_start(config)
 
@@ -82,11 +104,11 @@ def run(args: argparse.Namespace) -> int:
         from shardwise.watch.exit_codes import of_program
 
         with external_ranks(config):
-            return of_program(_train(args))
-    training = config.training
+            return of_program(_train(config, request))
+    training, values = config.training, config_values(config)
     job = Job(
-        _train,
-        (args,),
+        _rank,
+        (values, request),
         Path(config.run_folder),
         Path(config.checkpoint_folder),
         training.hang_timeout,
@@ -98,18 +120,19 @@ def run(args: argparse.Namespace) -> int:
         count,
         max_restarts=restarts,
         preload=["shardwise.engine.fit", "shardwise.cli.train"],
-        rehearsed=(Path(args.config), args.set) if built_in else None,
+        rehearsed=values if built_in else None,
         nodes=nodes,
     )
 
 
-def _as_rank(args: argparse.Namespace) -> int:
+def _as_rank(file: str, overrides: Sequence[str], request: TrainRequest) -> int:
     """One of the ranks that torchrun or srun started: each prints its own error, unless it only lost a peer."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from shardwise.config import load_config
     from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.launch.external_ranks import external_ranks
+    from shardwise.watch.console import PLAIN, program_logging
     from shardwise.watch.exit_codes import of_program
     from shardwise.watch.failures import peer_lost
 
@@ -118,39 +141,49 @@ def _as_rank(args: argparse.Namespace) -> int:
     @record
     def entry() -> int:
         try:
-            with external_ranks(load_config(args.config, args.set)):
-                return of_program(_train(args))
+            config = load_config(file, overrides)
+            with external_ranks(config):
+                return of_program(_train(config, request))
         except Exception as error:
             if peer_lost(error):
-                raise SystemExit(f"[rank {rank}] stopped, because another rank went away") from None
+                log.error("stopped, because another rank went away", extra=PLAIN)
+                raise SystemExit(1) from None
             if isinstance(error, ShardwiseError):
                 # A mistake in the file is the same on every rank: said once.
                 if rank == "0" or not isinstance(error, ConfigError):
-                    print(f"[rank {rank}] error: {error}", file=sys.stderr, flush=True)
+                    log.error(error)
                 raise SystemExit(2) from None
             raise
 
-    return int(entry() or 0)
+    with program_logging(f"[rank {rank}] "):
+        return int(entry() or 0)
 
 
-def _train(args: argparse.Namespace) -> int:
+def _rank(values: dict[str, Any], request: TrainRequest) -> int:
+    """One of the ranks that the launcher started. The file may have been changed or removed since the run began."""
+    from shardwise.config.load import config_from_values
+
+    return _train(config_from_values(values), request)
+
+
+def _train(config: Config, request: TrainRequest) -> int:
     """A rank, in its process."""
-    from shardwise.config import load_config
     from shardwise.engine.fit import fit
     from shardwise.engine.shutdown import Stop, Stopped
     from shardwise.launch.environment import attempt
 
     again = attempt() > 0
-    stop = Stop(args.stop_after, args.began)
+    named = request.resume if request.resume not in (None, "auto", "latest") else None
+    stop = Stop(request.stop_after, request.began)
     try:
         outcome = fit(
-            load_config(args.config, args.set),
-            resume="auto" if again or args.nodes else args.resume,
-            fresh=args.fresh and not again,
-            all_ranks=args.all_ranks,
+            config,
+            resume="auto" if again or request.elastic else request.resume,
+            fresh=request.fresh and not again,
+            all_ranks=request.all_ranks,
             stop=stop,
-            elastic=again or args.nodes is not None,
-            fallback_checkpoint=args.resume if again and args.resume not in (None, "auto", "latest") else None,
+            elastic=again or request.elastic,
+            fallback_checkpoint=named if again else None,
         )
     except Stopped:
         return stop.exit_code

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import logging
+
+from shardwise.cli.output import show
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,9 +30,6 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks}: must be at least 1")
 
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     report = verify(
         args.config,
         ranks=args.ranks,
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps,
         against=args.against,
         overrides=args.set,
-        say=say,
+        say=log.info,
     )
-    print(report.as_json() if args.json else report.as_text())
+    show(report.as_json() if args.json else report.as_text())
     return 0 if report.passed else 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,21 @@ def parse_config(
         for folder in (str(Path.cwd()), str(beside)):
             if folder not in sys.path:
                 sys.path.append(folder)  # last, or a chess.py beside chess.yaml would hide the package
-    schema = config_class(document.values["task"], where, _strategy_block(document.values.get("training")))
-    try:
-        return schema.model_validate(document.values)
-    except ValidationError as error:
-        raise ConfigError(explain(error, schema, document, where)) from None
+    return _checked(document, where)
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """What the file and its overrides say, as plain values. They can be sent to another process; a Config cannot, because
+    its class is made for its task."""
+    return config.model_dump(exclude_unset=True)
+
+
+def config_from_values(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config whose `config_values` these are. No file is read."""
+    document = Document(copy.deepcopy(dict(values)))
+    for override in overrides:
+        _apply_override(document, override)
+    return _checked(document, "config")
 
 
 def config_class(
@@ -169,6 +180,14 @@ def task_blocks(task_class: Any) -> dict[str, type[Block]]:
                 f"{task_class.__name__}.{key.capitalize()} must be a subclass of shardwise.{base.__name__}"
             )
     return blocks
+
+
+def _checked(document: Document, where: str) -> Config:
+    schema = config_class(document.values["task"], where, _strategy_block(document.values.get("training")))
+    try:
+        return schema.model_validate(document.values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, schema, document, where)) from None
 
 
 def _apply_override(document: Document, override: str) -> None:

@@ -11,13 +11,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from shardwise.checkpoint import state, store
-from shardwise.config import load_config
+from shardwise.config.load import config_from_values
 from shardwise.data import StepBatch
 from shardwise.drill.faults import Kind
 from shardwise.drill.network import pull_the_cable
@@ -29,10 +29,10 @@ SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.PAUSE: signal.SIGSTOP, Kind.CRASH: si
 SLOW_STEPS, SLOW_SECONDS = 4, 0.25
 
 
-def rank(config: str, overrides: Sequence[str], scratch: str) -> int:
+def rank(config: Mapping[str, Any], scratch: str) -> int:
     """What a rank of a drill runs: the user's training, and nothing in its way but the orders."""
     _Orders(Path(scratch)).follow()
-    fit(load_config(config, overrides), resume="auto")
+    fit(config_from_values(config), resume="auto")
     return 0
 
 

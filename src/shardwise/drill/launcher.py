@@ -1,33 +1,40 @@
-"""The launcher of a drill, in a process of its own, because it is killed too: python -m shardwise.drill.launcher JSON."""
+"""The launcher of a drill, in a process of its own, because it is killed too: python -m shardwise.drill.launcher FILE."""
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import load_config
+import yaml
+
+from shardwise.config.load import config_from_values, config_values
 from shardwise.drill import inject
 from shardwise.errors import ShardwiseError
 from shardwise.launch.agent import Job
 from shardwise.launch.local import run_ranks
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.server import die_with
+from shardwise.watch.console import follow_log_level, program_logging
+
+log = logging.getLogger("shardwise.drill.launcher")  # where this module is __main__
 
 OFTEN = 1_000_000
 
 
-def main(text: str) -> int:
-    given = json.loads(text)
+def main(file: str) -> int:
+    given = yaml.safe_load(Path(file).read_text())
+    sys.path += [folder for folder in given["sys_path"] if folder not in sys.path]  # where the user's own task may be
     die_with(given["drill"])
     # As many as each rank would have with all of them on one machine: a sum may depend on how many threads make it.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // given["of_ranks"])))
-    config = load_config(given["config"], given["overrides"])
+    config = config_from_values(given["config"], given["overrides"])
+    values = config_values(config)
     job = Job(
         inject.rank,
-        (given["config"], given["overrides"], given["scratch"]),
+        (values, given["scratch"]),
         Path(config.run_folder),
         Path(config.checkpoint_folder),
         config.training.hang_timeout,
@@ -40,11 +47,11 @@ def main(text: str) -> int:
             given["ranks"],
             max_restarts=OFTEN,
             preload=["shardwise.drill.inject"],
-            rehearsed=(Path(given["config"]), given["overrides"]) if built_in else None,
+            rehearsed=values if built_in else None,
             nodes=_nodes(given["meeting"]) if "meeting" in given else None,
         )
     except ShardwiseError as error:
-        print(f"error: {error}", file=sys.stderr)
+        log.error(error)
         return 2
 
 
@@ -54,4 +61,6 @@ def _nodes(meeting: dict[str, Any]) -> Nodes:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    with program_logging():
+        follow_log_level()
+        sys.exit(main(sys.argv[1]))

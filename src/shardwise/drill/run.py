@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from shardwise.drill.network import MEETING_POINT, Machine
+from shardwise.watch.console import LOG_LEVEL
 
 PATIENCE = 180.0
 """Seconds in which a run must come back from a fault, beyond the time after which a hang is noticed."""
@@ -23,7 +26,8 @@ PATIENCE = 180.0
 
 @dataclass(frozen=True)
 class Plan:
-    config: str
+    config: Mapping[str, Any]
+    """Its values."""
     overrides: tuple[str, ...]
     ranks: int
     folder: Path
@@ -47,14 +51,15 @@ class Run:
     def start(self) -> None:
         """Also again, where the launcher was killed."""
         if not self.launchers:
-            self.launchers = [_Launcher(self.folder, *each) for each in self._commands()]
+            self.launchers = [_Launcher(self.folder, number, *each) for number, each in enumerate(self._commands())]
         else:
             for launcher in self.launchers:
                 launcher.start()
 
     def _commands(self) -> list[tuple[list[str], dict[str, Any]]]:
         given = {
-            "config": self.plan.config,
+            "config": dict(self.plan.config),
+            "sys_path": sys.path,
             "overrides": [
                 *self.plan.overrides,
                 f"run_dir={self.folder / 'run'}",
@@ -76,7 +81,7 @@ class Run:
         ]
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> bool:
-        """False: the run ended well before. If it ended fallback_checkpoint, or nothing happens, the run is lost."""
+        """False: the run ended well before. If it ended otherwise, or nothing happens, the run is lost."""
         give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             self.log.read()
@@ -127,9 +132,11 @@ class Run:
 
 
 class _Launcher:
-    def __init__(self, folder: Path, within: list[str], given: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, number: int, within: list[str], given: dict[str, Any]) -> None:
         self.folder = folder
-        self.command = [*within, sys.executable, "-m", "shardwise.drill.launcher", json.dumps(given)]
+        file = folder / f"launcher-{number}.yaml"  # a command line may be too short for a config
+        file.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
+        self.command = [*within, sys.executable, "-m", "shardwise.drill.launcher", str(file)]
         self.said: list[tuple[float, str]] = []
         self.process = self._started()
 
@@ -140,7 +147,8 @@ class _Launcher:
     def _started(self) -> subprocess.Popen[str]:
         self.said.append((time.monotonic(), "restart of the launcher"))
         with (self.folder / "output.txt").open("a") as output:
-            process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.PIPE, text=True)
+            environ = {**os.environ, LOG_LEVEL: "info"}  # whatever the drill's own: what the run says is read
+            process = subprocess.Popen(self.command, stdout=output, stderr=subprocess.PIPE, text=True, env=environ)
         threading.Thread(target=self._listen, args=(process,), daemon=True).start()
         return process
 

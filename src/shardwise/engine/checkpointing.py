@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from shardwise.errors import ConfigError
 from shardwise.parallel import World
 from shardwise.parallel.memory import gib
 from shardwise.watch.heartbeats import Phase, beat
+
+log = logging.getLogger(__name__)
 
 SLOW_STORAGE = 6
 """Writing a checkpoint may take this many times as long as a rank may otherwise be silent."""
@@ -68,10 +70,8 @@ class Checkpoints:
     def _say_that_training_waits(self, *sizes: float) -> None:
         if self.world.local_rank == 0 and not self._said:
             needed = " ({} per rank, and there are {})".format(*map(gib, sizes)) if sizes else ""
-            print(
-                f"warning: host memory has no room for a copy of a checkpoint{needed}: training waits while one is written",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                f"host memory has no room for a copy of a checkpoint{needed}: training waits while one is written"
             )
         self._said = True
 

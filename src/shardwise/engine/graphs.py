@@ -33,7 +33,7 @@ LEAST_GAIN = 0.2
 MOST_MEMORY = 0.5
 """The share of the device's memory up to which there is room for recordings: they may take as much again."""
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class Graphs(Observer):

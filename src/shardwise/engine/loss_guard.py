@@ -6,6 +6,7 @@ Every rank comes to the same verdict: it is made of the gradient's global norm a
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections import deque
@@ -20,6 +21,8 @@ from shardwise.config import Training
 from shardwise.data import MicroBatch, StepBatch
 from shardwise.engine.parts import Parts
 from shardwise.errors import LossSpike, NonFiniteError, ShardwiseError
+
+log = logging.getLogger(__name__)
 
 BAD_SAMPLES = "bad-samples.jsonl"
 """In the run folder: one line per rank and bad step."""
@@ -175,4 +178,4 @@ def _write_down(folder: Path, verdict: Verdict, blamed: Sequence[BadLoss]) -> No
                     record["loss"] = str(bad_loss.loss)
                 file.write(json.dumps(record) + "\n")
     except OSError as error:
-        print(f"warning: {folder / BAD_SAMPLES} cannot be written: {error.strerror}", flush=True)
+        log.warning(f"{folder / BAD_SAMPLES} cannot be written: {error.strerror}")

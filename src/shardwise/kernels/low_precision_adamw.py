@@ -23,7 +23,7 @@ from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 LARGE = 2**22
 """Numbers in a matrix from which on it pays: smaller ones are updated many at a time by PyTorch's own."""
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):

@@ -26,7 +26,7 @@ from shardwise.errors import one_line
 MOST_SHAPES = 16
 """A block is compiled for so many kinds of input at most, then it runs as it is."""
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 @dataclass

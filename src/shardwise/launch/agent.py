@@ -7,11 +7,11 @@ they still do something, ends at once those that wait for a dead one, and does n
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,11 +23,14 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 from shardwise.compat.elastic import ElasticAgent
 from shardwise.launch.elastic_exit import ending_well
+from shardwise.watch.console import PLAIN
 from shardwise.watch.diagnosis import Kind, Verdict, ranks
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
 from shardwise.watch.heartbeats import Phase, read_heartbeats
 from shardwise.watch.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
 
 GRACE = 2.0
 """Seconds that ranks have to end by themselves when another has failed: they can only wait for it."""
@@ -84,10 +87,10 @@ class Agent(ElasticAgent):
             return
         self.asked, self._asked_at = number, time.monotonic()
         if not self._pids():
-            say(f"{signal.Signals(number).name}: left before the ranks had begun")
+            log.warning(f"{signal.Signals(number).name}: left before the ranks had begun", extra=PLAIN)
             self._leave_at_once(code)
         again = "Ctrl-C again to stop at once" if number == signal.SIGINT else "a second signal stops at once"
-        say(f"stopping before the next step; {again}")
+        log.info(f"stopping before the next step; {again}")
         self._tell()
 
     def _tell(self) -> None:
@@ -110,13 +113,14 @@ class Agent(ElasticAgent):
         job = self.job
         group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
+        log.debug(f"attempt {self._attempt}: the ranks of this machine are started")
         with ending_well(self._settle_the_dead):
             started = super().start_ranks(group)
         if self.asked is not None:  # in between
             self._tell()
         if group.workers[0].global_rank:
             here = ranks(worker.global_rank for worker in group.workers)
-            say(f"joined as {here}; the run's lines stand where rank 0 is, on {group.master_addr}")
+            log.info(f"joined as {here}; the run's lines stand where rank 0 is, on {group.master_addr}")
         return started
 
     def monitor_ranks(self, group: WorkerGroup) -> RunResult:
@@ -126,7 +130,7 @@ class Agent(ElasticAgent):
         if result.is_failed():
             self._after_a_failure(group)
         elif result.state == WorkerState.SUCCEEDED and self._others_left(result):
-            say("other machines have left or joined; going on with those that are there")
+            log.info("other machines have left or joined; going on with those that are there")
             self.restart_ranks(group)
             return RunResult(state=WorkerState.HEALTHY)
         return result
@@ -145,7 +149,7 @@ class Agent(ElasticAgent):
     def stop_ranks(self, group: WorkerGroup) -> None:
         """Machines have joined or left: the ranks save and leave, as long as that takes; those that do nothing are ended."""
         if self._pids():
-            say("another machine joins: the ranks save, leave and start again with it")
+            log.info("another machine joins: the ranks save, leave and start again with it")
             self._tell()
             counters: dict[int, int] = {}
             sign = time.monotonic()
@@ -209,9 +213,10 @@ class Agent(ElasticAgent):
             return
         total = group.spec.max_restarts
         step = newest_step(self.job.checkpoints)
-        say(
+        log.warning(
             f"{verdict.sentence}\nrestart {total - self.remaining_restarts + 1} of {total}: "
-            + (f"going on from step {step}" if step is not None else "from the beginning, there is no checkpoint yet")
+            + (f"going on from step {step}" if step is not None else "from the beginning, there is no checkpoint yet"),
+            extra=PLAIN,
         )
 
     def _why_not_again(self, verdict: Verdict, hang: bool) -> str | None:
@@ -233,11 +238,6 @@ class Agent(ElasticAgent):
             return ""  # it never got going: the same would happen again
         before, self._before = self._before, (error.message, verdict.step)
         return "the same error as before the restart" if before == self._before else None
-
-
-def say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone, which is why the run is asked to leave
-        print(text, file=sys.stderr, flush=True)
 
 
 def newest_step(checkpoints: Path) -> int | None:

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
@@ -33,6 +34,8 @@ from shardwise.parallel import strategy_for
 from shardwise.watch.diagnosis import Kind
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
+
+log = logging.getLogger(__name__)
 
 
 def local_rank_count(config: Config, *, cuda_devices: int) -> int:
@@ -62,12 +65,13 @@ def run_ranks(
     *,
     max_restarts: int = 0,
     preload: Sequence[str] = (),
-    rehearsed: tuple[Path, Sequence[str]] | None = None,
+    rehearsed: Mapping[str, Any] | None = None,
     nodes: Nodes | None = None,
 ) -> int:
     """Run `job.entry(*job.args)` in `count` new processes on this machine. Returns the exit code of the run.
 
-    `preload`, `rehearsed`: what the process that they are forked from imports and builds beforehand.
+    `preload`: modules that the process imports which they are forked from; `rehearsed`: the values of a config whose model
+    it builds.
     """
     _silence_the_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
@@ -150,7 +154,10 @@ def _because(agent: Agent) -> str:
 
 
 def _silence_the_agent() -> None:
-    """What it has to say about failures, we say better. Each of its loggers has a level of its own."""
+    """What it has to say about failures, we say better. Each of its loggers has a level of its own. For --log-level debug it
+    may speak."""
+    if log.isEnabledFor(logging.DEBUG):
+        return
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)

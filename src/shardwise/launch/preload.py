@@ -17,8 +17,7 @@ if _launcher := os.environ.pop(LAUNCHER, None):
 import torch
 
 from shardwise.compat.compiler import import_compiler
-from shardwise.config import load_config
-from shardwise.config.load import make_task
+from shardwise.config.load import config_from_values, make_task
 
 server = os.getpid()
 
@@ -32,8 +31,8 @@ torch.save(torch.zeros(1), io.BytesIO())
 # So does much of a library that imports a model's code when the model is built: a task that comes with shardwise is built
 # once, on no device. Whatever is wrong with it, its rank will say so.
 with contextlib.suppress(Exception):
-    if _rehearsed := json.loads(os.environ.pop(REHEARSED, "[]")):
-        _task = make_task(load_config(_rehearsed[0], _rehearsed[1:]))
+    if _values := os.environ.pop(REHEARSED, None):
+        _task = make_task(config_from_values(json.loads(_values)))
         with torch.device("meta"):
             _task.build_model()
         del _task

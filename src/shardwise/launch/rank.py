@@ -16,6 +16,7 @@ from typing import Any
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import ATTEMPT
 from shardwise.launch.server import die_with, hearing
+from shardwise.watch.console import follow_log_level
 from shardwise.watch.failures import record_failure
 from shardwise.watch.heartbeats import Phase, beat, begin_heartbeats, end_heartbeats
 from shardwise.watch.watchdog import stack_file
@@ -28,6 +29,7 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
     die_with(preload.server)
     hearing()
     os.environ[ATTEMPT] = str(attempt)
+    follow_log_level()
     rank = int(os.environ["RANK"])
     with watched(Path(beats), rank, int(os.environ["WORLD_SIZE"])):
         try:

@@ -13,18 +13,21 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
-from pathlib import Path
+from typing import Any
 
 LAUNCHER = "SHARDWISE_LAUNCHER"
 REHEARSED = "SHARDWISE_REHEARSED"
+LONGEST = 100_000
+"""Characters of one environment variable. Linux takes 128 KiB; a longer config is not rehearsed."""
 
 
 def start_server(
     preload: Sequence[str],
-    rehearsed: tuple[Path, Sequence[str]] | None = None,
+    rehearsed: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Begin to import the modules `preload`, in a process of its own. `rehearsed`: a config whose model is built there.
+    """Begin to import the modules `preload`, in a process of its own. `rehearsed`: the values of a config whose model is built
+    there.
 
     Called by the main thread: the kernel ends the server together with the thread that started it.
     """
@@ -34,7 +37,9 @@ def start_server(
     os.environ.update(environment or {})
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ[LAUNCHER] = str(os.getpid())
-    os.environ[REHEARSED] = json.dumps([str(rehearsed[0]), *rehearsed[1]] if rehearsed else [])
+    values = json.dumps(rehearsed)
+    if rehearsed is not None and len(values) <= LONGEST:
+        os.environ[REHEARSED] = values
     try:
         forkserver.ensure_running()
     finally:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Batching
+from shardwise.config import Batching, load_config
+from shardwise.config.load import config_values
 from shardwise.launch import server
 from shardwise.verify.job import Job, Plan
 from shardwise.watch.failures import RankError
@@ -89,7 +90,8 @@ class Outcome:
 def start_server(rehearsed: tuple[Path, Sequence[str]] | None) -> None:
     """Begin to import what every rank needs, in a process of its own. `rehearsed`: a config whose model is built there."""
     # There are more ranks than cores: a thread that waits must not keep one busy.
-    server.start_server(["shardwise.verify.preload"], rehearsed, {"OMP_WAIT_POLICY": "PASSIVE"})
+    values = config_values(load_config(*rehearsed)) if rehearsed else None
+    server.start_server(["shardwise.verify.preload"], values, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def run_jobs(jobs: Iterable[Job], at_once: int, *, patience: float = TO_STEP) -> dict[str, Outcome]:

@@ -1,13 +1,57 @@
-"""What a person sees while it runs: lines marked with their rank, and one live line of progress."""
+"""What a person sees: the records of the logger `shardwise` as lines, and one live line of progress.
+
+Library code logs, each module with `logging.getLogger(__name__)`, and never prints. The program writes the records to stderr
+(`program_logging`). In a training, each rank's Console takes over: rank 0 speaks on stdout, the others write to a file.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from shardwise.errors import ConfigError
+
+LOG_LEVEL = "SHARDWISE_LOG_LEVEL"
+"""The environment variable that carries --log-level to the ranks, and to other processes that the program starts."""
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+PLAIN = {"plain": True}
+"""log.warning(text, extra=PLAIN): a line without "warning: " before it."""
+
+log = logging.getLogger(__name__)
+_shardwise = logging.getLogger("shardwise")
+
+
+@contextmanager
+def program_logging(prefix: str = "") -> Iterator[None]:
+    """Within it, what is logged goes to stderr, each line after `prefix`."""
+    before = os.environ.get(LOG_LEVEL)
+    with _taking_over(_Lines(prefix, _to_stderr)):
+        try:
+            yield
+        finally:
+            os.environ.pop(LOG_LEVEL, None)
+            if before is not None:
+                os.environ[LOG_LEVEL] = before
+
+
+def set_log_level(name: str) -> None:
+    """One of LEVELS, for this process and those that it starts from now on."""
+    os.environ[LOG_LEVEL] = name
+    follow_log_level()
+
+
+def follow_log_level() -> None:
+    """The level that the environment says; where it says none, one that the user's own code has set, or info."""
+    name = os.environ.get(LOG_LEVEL)
+    if name is not None and name not in LEVELS:
+        raise ConfigError(f"{LOG_LEVEL}={name}: must be one of {', '.join(LEVELS)}")
+    if name is not None or _shardwise.level == logging.NOTSET:
+        _shardwise.setLevel(LEVELS[name or "info"])
 
 
 class Console:
@@ -19,11 +63,9 @@ class Console:
         self._live = False
         self._before = sys.stdout, sys.stderr
         self._log: IO[str] | None = None
-        self._handler = _Spoken(self)
-        logger = logging.getLogger("shardwise")
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-        logger.addHandler(self._handler)
+        self._logging = ExitStack()
+        self._logging.enter_context(_taking_over(_Lines(self.prefix, self._write)))
+        follow_log_level()
         if self.speaks:
             self.terminal = sys.stdout
             if self.prefix:
@@ -36,17 +78,14 @@ class Console:
             sys.stdout = sys.stderr = _Prefixed(self._log, self.prefix)
 
     def say(self, text: str = "") -> None:
-        """A line that stays."""
+        """A line that stays, of the run and not of this rank alone. One that begins with "warning: " is one."""
         if self.speaks:
-            with _whatever_becomes_of_it():
-                self._clear()
-                for line in text.split("\n"):
-                    self.terminal.write(f"{self.prefix}{line}\n".rstrip(" "))
-                self.terminal.flush()
+            told = text.removeprefix("warning: ")
+            log.log(logging.INFO if told == text else logging.WARNING, told)
 
     def show(self, text: str) -> None:
         """The live line: replaced by the next one. On a terminal only."""
-        if self.speaks and self.terminal.isatty():
+        if self.speaks and self.terminal.isatty() and log.isEnabledFor(logging.INFO):
             with _whatever_becomes_of_it():
                 self._clear()
                 self.terminal.write(f"{self.prefix}{text}")
@@ -55,12 +94,16 @@ class Console:
 
     def close(self) -> None:
         self._clear()
-        logger = logging.getLogger("shardwise")
-        logger.removeHandler(self._handler)
-        logger.propagate = True
+        self._logging.close()
         sys.stdout, sys.stderr = self._before
         if self._log is not None:
             self._log.close()
+
+    def _write(self, lines: str) -> None:
+        with _whatever_becomes_of_it():
+            self._clear()
+            self.terminal.write(f"{lines}\n")
+            self.terminal.flush()
 
     def _clear(self) -> None:
         if self._live:
@@ -79,16 +122,47 @@ def _whatever_becomes_of_it() -> Iterator[None]:
         pass
 
 
-class _Spoken(logging.Handler):
-    """What data and tasks have to say: they log, and a run's console speaks it."""
+def _to_stderr(lines: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal may be gone, which may be why there is something to say
+        sys.stderr.write(f"{lines}\n")
+        sys.stderr.flush()
 
-    def __init__(self, console: Console) -> None:
+
+class _Lines(logging.Handler):
+    """Records as the lines that a person reads."""
+
+    def __init__(self, prefix: str, write: Callable[[str], None]) -> None:
         super().__init__()
-        self.console = console
+        self._prefix, self._write = prefix, write
 
     def emit(self, record: logging.LogRecord) -> None:
-        mark = "warning: " if record.levelno >= logging.WARNING else ""
-        self.console.say(mark + record.getMessage())
+        try:
+            text = self.format(record)
+        except Exception:  # words that do not fit their arguments: whoever logs them goes on
+            self.handleError(record)
+            return
+        plain = record.levelno == logging.INFO or getattr(record, "plain", False)
+        marked = text if plain else f"{record.levelname.lower()}: {text}"
+        self._write("\n".join(f"{self._prefix}{line}" for line in marked.split("\n")))
+
+
+@contextmanager
+def _taking_over(handler: _Lines) -> Iterator[None]:
+    """Of our own handlers, only this one hears what is logged. A user's still do."""
+    ours = [other for other in _shardwise.handlers if isinstance(other, _Lines)]
+    level, propagate = _shardwise.level, _shardwise.propagate
+    for other in ours:
+        _shardwise.removeHandler(other)
+    _shardwise.addHandler(handler)
+    _shardwise.propagate = False  # libraries give the root logger handlers, and all would be said twice
+    try:
+        yield
+    finally:
+        _shardwise.removeHandler(handler)
+        for other in ours:
+            _shardwise.addHandler(other)
+        _shardwise.setLevel(level)
+        _shardwise.propagate = propagate
 
 
 class _Prefixed:

@@ -23,7 +23,7 @@ from shardwise.errors import LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
 from shardwise.watch.secrets import without_secrets
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class RunFolder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.watch.console import PLAIN, follow_log_level, program_logging
 from shardwise.watch.diagnosis import Sighting, Verdict, verdict_on
 from shardwise.watch.failures import read_failures
 from shardwise.watch.heartbeats import Beat, read_heartbeats
 from shardwise.watch.procfs import MemoryWord, cpu_seconds, is_same_process, state_of
 from shardwise.watch.stacks import parse_stack
+
+log = logging.getLogger("shardwise.watch.watchdog")  # also where this module is __main__
 
 TO_TELL = 5.0
 """Seconds that a rank has to write down where it is."""
@@ -211,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     overseer = Watchdog(given.beats, given.run_folder, given.hang_timeout)
     while os.getppid() == given.parent:
         if (verdict := overseer.look()) is not None:
-            print(f"verdict: {verdict.sentence}", file=sys.stderr, flush=True)
+            log.error(f"verdict: {verdict.sentence}", extra=PLAIN)
             for beat in overseer.living().values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(beat.pid, signal.SIGKILL)
@@ -222,4 +226,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with program_logging():
+        follow_log_level()
+        sys.exit(main())

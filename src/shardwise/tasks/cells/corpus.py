@@ -19,7 +19,7 @@ from shardwise.tasks.cells.shards import ShardedCopy, open_shards
 from shardwise.tasks.cells.synthetic import synthetic_file
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

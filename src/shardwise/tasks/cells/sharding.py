@@ -32,7 +32,7 @@ _NOBODY = arrow_batch(
 )
 """What a bin without cells holds; what the other bins hold looks the same."""
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard: int) -> Path:

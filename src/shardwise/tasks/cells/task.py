@@ -45,7 +45,7 @@ STUDIED_CELLS = 5000
 FEWEST_CELLS = 50
 """With fewer, a cell's ten neighbours are mostly whoever is there."""
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class CellsTask(Task):

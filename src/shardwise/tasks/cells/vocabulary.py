@@ -12,7 +12,7 @@ from shardwise.tasks.cells.h5ad import H5adFile
 
 NOT_SHIPPED = "human_protein_coding"
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quiet: bool = True) -> dict[str, int]:

@@ -16,6 +16,8 @@ from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
 from shardwise.tasks.images.pictures import Pictures
 
+log = logging.getLogger(__name__)
+
 PROGRESS_SECONDS = 10.0
 AT_ONCE = 256
 SHOWN = 5
@@ -80,9 +82,7 @@ def _verdicts(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, str
             yield from zip(part, pool.map(look, part), strict=True)
             if time.monotonic() - said >= PROGRESS_SECONDS:
                 said = time.monotonic()
-                logging.getLogger("shardwise").info(
-                    f"checking {pictures.place}: {start + len(part)} of {len(indices)} images are read"
-                )
+                log.info(f"checking {pictures.place}: {start + len(part)} of {len(indices)} images are read")
 
 
 def _write(record: Path, digests: set[int]) -> None:

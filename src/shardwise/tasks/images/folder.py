@@ -14,6 +14,8 @@ from shardwise.errors import DataError
 from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import Pictures, decode
 
+log = logging.getLogger(__name__)
+
 ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 
 
@@ -77,9 +79,7 @@ def _files(folder: Path, classes: list[str]) -> Files:
     if not files:
         raise DataError(f"{folder} holds no class folders: it needs one per class, with the images in them")
     if others:
-        logging.getLogger("shardwise").info(
-            f"{folder}: {len(others)} files do not end as images do and are left out, {others[0].name} first"
-        )
+        log.info(f"{folder}: {len(others)} files do not end as images do and are left out, {others[0].name} first")
     return Files(files, labels, str(folder.absolute()))
 
 

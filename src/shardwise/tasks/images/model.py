@@ -12,6 +12,8 @@ from torch import nn
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.images.config import ImagesModel
 
+log = logging.getLogger(__name__)
+
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet18": ("resnet", {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}),
     "resnet34": ("resnet", {"layer_type": "basic", "depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 256, 512]}),
@@ -193,7 +195,7 @@ def _refused(kind: str, error: Exception) -> ConfigError:
 def _say_what_is_new(name: str, loading: Any, num_classes: int) -> None:
     mismatched = [key if isinstance(key, str) else key[0] for key in loading["mismatched_keys"]]
     if made_anew := sorted({*loading["missing_keys"], *mismatched}):
-        logging.getLogger("shardwise").info(
+        log.info(
             f"{name} brings no weights of these shapes, so they start anew, for {num_classes} classes: {', '.join(made_anew)}"
         )
 

@@ -23,6 +23,8 @@ from shardwise.data.cache import cache_folder, made_once
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.subjects import Subject, several
 
+log = logging.getLogger(__name__)
+
 VERSION = 2
 """Raised when other facts are needed."""
 MANY_VALUES = 1000
@@ -76,7 +78,6 @@ def stamp(*files: Path) -> list[Any]:
 
 
 def _inspected(subjects: list[Subject]) -> Iterator[Facts | DataError]:
-    log = logging.getLogger("shardwise")
     began = told = time.monotonic()
     # Threads: unpacking is most of the work, and zlib does it outside Python's lock.
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:

@@ -14,6 +14,8 @@ from shardwise.config.seeds import Purpose
 from shardwise.data.cache import cache_folder, made_once
 from shardwise.tasks.segmentation.config import SegmentationData
 
+log = logging.getLogger(__name__)
+
 VERSION = 1
 """Raised when the same settings would give other volumes."""
 
@@ -22,7 +24,7 @@ def make_synthetic(options: SegmentationData, seed: int) -> None:
     """The files, if they are not there yet."""
     root = synthetic_root(options, seed)
     if not root.exists():
-        logging.getLogger("shardwise").info(f"making {options.num_subjects} synthetic volumes in {root}")
+        log.info(f"making {options.num_subjects} synthetic volumes in {root}")
     made_once(root, lambda folder: _write(options, seed, folder))
 
 

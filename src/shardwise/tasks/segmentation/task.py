@@ -39,6 +39,8 @@ from shardwise.tasks.segmentation.transforms import shape_after
 from shardwise.tasks.segmentation.volumes import TrainVolumes, ValidVolumes, Volume, Volumes
 from shardwise.tasks.segmentation.windows import calls_for, predict_volumes
 
+log = logging.getLogger(__name__)
+
 
 class SegmentationTask(Task):
     Data, Model = SegmentationData, SegmentationModel
@@ -100,7 +102,7 @@ class SegmentationTask(Task):
                     "are these the right files?"
                 )
             if absent:
-                logging.getLogger("shardwise").warning(f"no {name} subject has the class(es) {', '.join(absent)}")
+                log.warning(f"no {name} subject has the class(es) {', '.join(absent)}")
 
     def _mind_small_volumes(self, facts: list[Facts]) -> None:
         shapes = [shape_after(each.image, self.data) for each in facts]
@@ -111,7 +113,7 @@ class SegmentationTask(Task):
         ]
         if small:
             first = self.subjects.all[small[0]]
-            logging.getLogger("shardwise").info(
+            log.info(
                 f"{len(small)} of {len(shapes)} volumes are smaller than data.size {self.data.size}, and are padded with "
                 f"zeros; {first.image} is {list(shapes[small[0]])}"
             )
