@@ -108,7 +108,8 @@ def test_restarted_ranks_train_the_config_that_the_run_began_with(tmp_path: Path
 
 def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path: Path, whole: Path) -> None:
     torn = write(tmp_path / "torn")
-    command = [str(BIN / "torchrun"), "--nproc-per-node", "2", "--max-restarts", "1"]
+    # Alone on this machine, which torch 2.13 takes for granted: torch 2.11 would keep one store for all attempts.
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["-m", "shardwise", "train", "ragged.yaml"]
     # With the store that torchrun shares by default, a restarted rank may dial a dead one (torch 2.13).
     done = run_program(command, torn, FAULTS="hang:1:4", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
