@@ -30,10 +30,10 @@ from shardwise.checkpoint.tensors import (
     write_files,
     write_index,
 )
+from shardwise.compat.distributed import name_without_wrapper
 from shardwise.data.manifest import Condition, FileEntry, condition_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
-from shardwise.parallel.weights import original_name
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def stage_from(
 
     `own`: tensors of this rank alone, which only the same rank of as many can use again.
     """
-    weights = {f"model.{original_name(name)}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    weights = {f"model.{name_without_wrapper(name)}" for name, _ in model.named_parameters(remove_duplicate=False)}
     stage.changed_by_update = lambda name: name in weights or name.startswith("optimizer.")
     state = _tensors(model, optimizer) | ({_own(world): own} if own else {})
     planner = DefaultSavePlanner()

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import yaml
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.compat.tensors import tree_leaves, tree_map_only
 from shardwise.config import Config, with_batch_size
 from shardwise.data import GlobalOrder, Reader
 from shardwise.data.seeding import generators_kept

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import Written
+from shardwise.compat.versions import untested_version
 from shardwise.data import StepBatch
 from shardwise.engine.observers import Observer
 from shardwise.engine.run import Run
@@ -81,6 +82,8 @@ class Monitor(Observer):
             f"{session.total_steps} in all; "
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
+        if untested := untested_version():
+            self.console.say(f"warning: {untested}")
         if session.plan.found_how:
             self.console.say(session.plan.found_how)
         if said := session.startup.sentence():

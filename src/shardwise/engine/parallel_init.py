@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.compat.tensors import TorchDispatchMode
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import seed_everything
 from shardwise.tasks import Task

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.state import local_part
+from shardwise.compat.modules import updates_unless_inf
 from shardwise.config import Config
 from shardwise.engine.precision import Precision
 from shardwise.engine.schedule import Schedule
@@ -44,5 +45,5 @@ class Parts:
         training = self.config.training
         if self.world.device.type != "cuda" or not self.strategy.runs_ahead or self.scaler.is_enabled():
             return False
-        able = getattr(local_part(self.optimizer), "_step_supports_amp_scaling", False)
+        able = updates_unless_inf(local_part(self.optimizer))
         return able and not training.watches_loss and not training.may_skip

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from shardwise.checkpoint import CheckpointStore, Written
+from shardwise.compat.tensors import tree_map_only
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.compat.modules import REGISTERS as REGISTERS  # parallel.weights takes it from here
+from shardwise.compat.modules import REGISTERS
 
 
 def unregistered_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

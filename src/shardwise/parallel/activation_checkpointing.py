@@ -6,14 +6,16 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from shardwise.compat.distributed import (
     CheckpointImpl,
     CheckpointWrapper,
     apply_activation_checkpointing,
     checkpoint_wrapper,
+    wrapped_block,
 )
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
+from shardwise.compat.tensors import ATTENTION_OPERATIONS
 from shardwise.config import Fsdp
 from shardwise.kernels.attention import OPERATIONS as PACKED_ATTENTION
 
@@ -23,10 +25,7 @@ _KEPT = [
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.convolution.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *ATTENTION_OPERATIONS,
     *PACKED_ATTENTION,
 ]
 
@@ -43,9 +42,5 @@ def recompute(model: nn.Module, blocks: list[nn.Module], options: Fsdp) -> list[
         else:
             chosen = {id(block) for block in blocks[:: options.selective]}
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: id(module) in chosen)
-    wrapped = {
-        id(module._checkpoint_wrapped_module): module
-        for module in model.modules()
-        if isinstance(module, CheckpointWrapper)
-    }
+    wrapped = {id(wrapped_block(module)): module for module in model.modules() if isinstance(module, CheckpointWrapper)}
     return [wrapped.get(id(block), block) for block in blocks]

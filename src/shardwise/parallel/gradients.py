@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.compat.tensors import foreach_mul_, foreach_norm
+
 
 def gradients(
     parameters: Iterable[nn.Parameter], of: Callable[[nn.Parameter], Tensor | None] = lambda parameter: parameter.grad
@@ -28,7 +30,7 @@ def global_norm(grads: list[Tensor]) -> Tensor:
             norm = torch.nn.utils.get_total_norm(group)
             norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         else:  # of narrow gradients too, in fp32
-            norms += torch._foreach_norm(group, 2, dtype=torch.promote_types(group[0].dtype, torch.float32))
+            norms += foreach_norm(group, 2, dtype=torch.promote_types(group[0].dtype, torch.float32))
     home = norms[0].device if norms else None
     return torch.linalg.vector_norm(torch.stack([norm.float().to(home) for norm in norms] or [torch.zeros(())]))
 
@@ -37,7 +39,7 @@ def clip(grads: list[Tensor], norm: float, limit: float) -> None:
     """Scale the gradients so that their global norm is at most `limit`."""
     if norm > limit:
         for group in _by_kind(grads):
-            torch._foreach_mul_(group, limit / (norm + 1e-6))
+            foreach_mul_(group, limit / (norm + 1e-6))
 
 
 def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:

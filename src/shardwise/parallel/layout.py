@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from shardwise.compat.distributed import flat_group, set_group_timeout
 from shardwise.errors import ConfigError
 from shardwise.parallel.world import World
 
@@ -55,7 +55,7 @@ class Layout:
         mesh = init_device_mesh(self.world.device.type, sizes, mesh_dim_names=names)
         if self.world.timeout is not None:  # a mesh would have ten minutes of its own over NCCL (torch 2.13)
             for name in names:
-                _set_pg_timeout(self.world.timeout, mesh.get_group(name))
+                set_group_timeout(mesh.get_group(name), self.world.timeout)
         return mesh
 
     @property
@@ -68,7 +68,7 @@ class Layout:
         if self.size("stage") == 1:
             return None
         axes = [name for name, size in self.axes if name != "stage"]
-        return self.mesh[axes[0]].get_group() if len(axes) == 1 else self.mesh[tuple(axes)]._flatten().get_group()
+        return self.mesh[axes[0]].get_group() if len(axes) == 1 else flat_group(self.mesh[tuple(axes)])
 
     @property
     def first_copy(self) -> int:

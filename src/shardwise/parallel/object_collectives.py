@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from shardwise import errors
+from shardwise.compat.tensors import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 from shardwise.errors import ShardwiseError
 
 CPU = torch.device("cpu")

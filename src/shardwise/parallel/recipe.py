@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from shardwise.compat.modules import BatchNorm
 from shardwise.config import Training
 from shardwise.errors import ConfigError
 from shardwise.kernels.fp8 import fp8_problem, use_fp8
@@ -89,7 +90,7 @@ def low_precision_type(spec: ModelSpec, training: Training) -> torch.dtype | Non
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 def has_synced_batch_norm(model: nn.Module) -> bool:

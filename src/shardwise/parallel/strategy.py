@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.compat.modules import buffers_of, temporary_buffers_of
 from shardwise.config import Block, Config, Training
 from shardwise.config.registry import BUILT_IN, known, load, lookup
 from shardwise.errors import ConfigError, ShardwiseError
@@ -210,8 +211,8 @@ class Strategy:
         return [
             buffer
             for module in self.module.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+            for name, buffer in buffers_of(module).items()
+            if buffer is not None and name not in temporary_buffers_of(module)
         ]
 
     def share_buffers(self) -> None:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.compat.distributed import name_without_wrapper
+from shardwise.compat.modules import REGISTERS, buffers_of, parameters_of
 from shardwise.config import Training
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.types import COMPUTE_TYPES
-from shardwise.kernels.unregistered_parameters import REGISTERS, unregistered_parameters
+from shardwise.kernels.unregistered_parameters import unregistered_parameters
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -56,15 +58,15 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
     home = parameters or device
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in moved:
                 moved[id(parameter)] = _moved(parameter, home)
-            module._parameters[name] = moved[id(parameter)]
-        for name, buffer in module._buffers.items():
+            parameters_of(module)[name] = moved[id(parameter)]
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[name] = _on(buffer, device)
+                buffers_of(module)[name] = _on(buffer, device)
     return model
 
 
@@ -109,14 +111,9 @@ def broadcast_buffers(model: nn.Module, whole: dict[str, torch.Tensor], world: W
     """Buffers come from rank 0 too, those that no state dict carries (rotary frequencies) included."""
     for name, buffer in model.named_buffers():
         if world.is_first:
-            buffer.copy_(whole[original_name(name)])
+            buffer.copy_(whole[name_without_wrapper(name)])
         if world.size > 1:
             dist.broadcast(buffer, src=0)
-
-
-def original_name(name: str) -> str:
-    """The name that a parameter or buffer had before its block was wrapped to be recomputed."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _attributes(module: nn.Module) -> list[Any]:

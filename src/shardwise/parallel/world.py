@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
+from shardwise.compat.distributed import HashStore, Store, TCPStore
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.parallel.object_collectives import (
     as_json,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.compat.distributed import GradBucket, release_ddp
 from shardwise.config import Ddp
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.advice import Question, Suggestion
@@ -94,10 +94,7 @@ class DistributedDataParallelStrategy(Strategy):
         return self.layout.world.size > 1 and has_synced_batch_norm(self.module)
 
     def release(self) -> None:
-        """DDP's reducer would otherwise be the last to hold the group, and end it while it holds Python's lock, on which the
-        group's own thread may be waiting (torch 2.13: a hang at exit, now and then)."""
-        self.model.logger = None
-        self.model.reducer = None  # type: ignore[assignment]
+        release_ddp(self.model)
 
     # ---------------------------------------------------------------- one step
 

@@ -3,13 +3,13 @@ shard the model among them as fsdp does."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
+from shardwise.compat.distributed import quiet_redistribution
 from shardwise.config.schema import Tensor as Options
 from shardwise.errors import ConfigError
 from shardwise.parallel.advice import Question, Suggestion
@@ -62,8 +62,7 @@ class TensorParallel(FullyShardedDataParallel):
                 "strategy tensor: this task or model does not say how its matrices are split (Task.tensor_plan). The nearest "
                 "that works is strategy: fsdp, which splits any model"
             )
-        # It warns about every collective over two axes (torch 2.13): norms and checkpoints need them.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        quiet_redistribution()
         parallelize_module(shape, self.layout.mesh["tensor"], dict(styles))
 
     @property

@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 
+from shardwise.compat.modules import BatchNorm
 from shardwise.parallel import strategy_for
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.images.check import check_images
@@ -80,7 +80,7 @@ class ImagesTask(Task):
 
     def build_model(self) -> nn.Module:
         model = build_classifier(self._model_options, self.classes, self.look.size)
-        if self.config.training.precision == "bf16-true" and any(isinstance(m, _BatchNorm) for m in model.modules()):
+        if self.config.training.precision == "bf16-true" and any(isinstance(m, BatchNorm) for m in model.modules()):
             raise ConfigError(
                 "training.precision: bf16-true does not go with batch norm, whose statistics stay in fp32 (torch 2.13 "
                 "fails on the mixture): use bf16-mixed"

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
+from shardwise.compat.tensors import tree_leaves
 from shardwise.config.schema import Pipeline as Options
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.object_collectives import broadcast_plain, broadcast_tree, dtype_name, gather_plain

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.compat.distributed import name_without_wrapper
+from shardwise.compat.modules import buffers_of, parameters_of, temporary_buffers_of
+from shardwise.compat.tensors import tree_leaves, tree_map_only
 from shardwise.errors import ShardwiseError
-from shardwise.parallel.weights import FindBlocks, original_name
+from shardwise.parallel.weights import FindBlocks
 
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -72,7 +74,7 @@ class Piece(nn.Module):
 
     def shared(self) -> list[nn.Parameter]:
         """Weights that the first and the last piece both hold."""
-        return [each for name, each in self.model.named_parameters() if original_name(name) in self.shared_names]
+        return [each for name, each in self.model.named_parameters() if name_without_wrapper(name) in self.shared_names]
 
 
 class _StandIn:
@@ -117,14 +119,14 @@ class Sketch:
         for zone, module in _in_order(self.model, _inside(self.blocks)):
             if zone not in (BEFORE, AFTER):
                 continue
-            for name, parameter in list(module._parameters.items()):
+            for name, parameter in list(parameters_of(module).items()):
                 if parameter is not None:
-                    del module._parameters[name]
+                    del parameters_of(module)[name]
                     elsewhere = zones[id(parameter)] == {BEFORE}
                     module.__dict__[name] = self._marked(parameter) if elsewhere else _filled(parameter, device)
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_of(module).items():
                 if buffer is not None:
-                    module._buffers[name] = _filled(buffer, device).clone()
+                    buffers_of(module)[name] = _filled(buffer, device).clone()
         for position, block in enumerate(self.blocks):
             block.forward = partial(self._block, position, block.forward)
 
@@ -240,16 +242,19 @@ def graft(shape: nn.Module, pieces: Sequence[Piece]) -> nn.Module:
     """The parameters and lasting buffers of these pieces under the names that the whole model gives them."""
     tree = copy.deepcopy(shape)
     for module in tree.modules():
-        module._parameters.clear()
-        module._buffers.clear()
+        parameters_of(module).clear()
+        buffers_of(module).clear()
     for piece in pieces:
-        lasting = {original_name(name) for name in piece.model.state_dict()}
+        lasting = {name_without_wrapper(name) for name in piece.model.state_dict()}
         for path, module in piece.model.named_modules(remove_duplicate=False):
-            home = original_name(f"{path}.").removesuffix(".")
-            for kind in ("_parameters", "_buffers"):
-                for name, tensor in getattr(module, kind).items():
-                    if tensor is not None and f"{home}.{name}".removeprefix(".") in lasting:
-                        getattr(tree.get_submodule(home), kind)[name] = tensor
+            home = name_without_wrapper(f"{path}.").removesuffix(".")
+            there = tree.get_submodule(home)
+            for name, parameter in parameters_of(module).items():
+                if parameter is not None and f"{home}.{name}".removeprefix(".") in lasting:
+                    parameters_of(there)[name] = parameter
+            for name, buffer in buffers_of(module).items():
+                if buffer is not None and f"{home}.{name}".removeprefix(".") in lasting:
+                    buffers_of(there)[name] = buffer
     return tree
 
 
@@ -260,25 +265,25 @@ def _strip(model: nn.Module, blocks: list[nn.Module], mine: set[Any], device: to
     zones = _zones(model, blocks)
     for zone, module in _in_order(model, inside):
         here = device if zone in (BEFORE, AFTER) else torch.device("meta")
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(parameters_of(module).items()):
             if parameter is not None and not zones[id(parameter)] & mine:
-                del module._parameters[name]
+                del parameters_of(module)[name]
                 module.__dict__[name] = torch.zeros((), dtype=parameter.dtype, device=here).expand(parameter.shape)
-        for name, buffer in list(module._buffers.items()):
+        for name, buffer in list(buffers_of(module).items()):
             if buffer is None or zone in mine:
                 continue
             if id(module) in inside:
-                del module._buffers[name]
+                del buffers_of(module)[name]
                 module.__dict__[name] = torch.zeros_like(buffer, device=here)
             else:
-                module._non_persistent_buffers_set.add(name)
+                temporary_buffers_of(module).add(name)
 
 
 def _zones(model: nn.Module, blocks: list[nn.Module]) -> dict[int, set[Any]]:
     """For the id of each parameter: in which blocks it is, or whether it is registered before or after them."""
     zones: dict[int, set[Any]] = defaultdict(set)
     for zone, module in _in_order(model, _inside(blocks)):
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             if parameter is not None:
                 zones[id(parameter)].add(zone)
     return zones

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from shardwise.compat.distributed import name_without_wrapper
 from shardwise.config import Fsdp
 from shardwise.config.schema import Pipeline as Options
 from shardwise.errors import ConfigError
@@ -32,7 +33,7 @@ from shardwise.parallel.strategies.pipeline.runtime import FINE, Pipeline
 from shardwise.parallel.strategies.pipeline.split import Piece, Sketch, cut_evenly, has_tied_ends, weigh
 from shardwise.parallel.strategies.pipeline.timing import block_times
 from shardwise.parallel.strategy import Devices, Forward, MicroBatch, Strategy
-from shardwise.parallel.weights import FindBlocks, Weights, materialize, original_name
+from shardwise.parallel.weights import FindBlocks, Weights, materialize
 
 
 class PipelineParallel(Strategy):
@@ -193,7 +194,7 @@ def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
     world = layout.world
     whole = {**weights.state, **weights.buffers}
     wanted = [
-        {original_name(name) for name, _ in [*piece.model.named_parameters(), *piece.model.named_buffers()]}
+        {name_without_wrapper(name) for name, _ in [*piece.model.named_parameters(), *piece.model.named_buffers()]}
         for piece in pieces
     ]
     kept: list[dict[str, Tensor]] = [{} for _ in pieces]
@@ -210,8 +211,8 @@ def _receive(pieces: list[Piece], weights: Weights, layout: Layout) -> None:
             if name in names:
                 own[name] = tensor
     for piece, own in zip(pieces, kept, strict=True):
-        names = {original_name(name) for name in piece.model.state_dict()}
+        names = {name_without_wrapper(name) for name in piece.model.state_dict()}
         options = StateDictOptions(full_state_dict=True, strict=False)
         set_model_state_dict(piece.model, {name: own[name] for name in own if name in names}, options=options)
         for name, buffer in piece.model.named_buffers():
-            buffer.copy_(own[original_name(name)])
+            buffer.copy_(own[name_without_wrapper(name)])
