@@ -7,8 +7,11 @@ import os
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch.environment import adopt_environment, first_host
+from shardwise.launch.clusters.slurm import first_host
+from shardwise.launch.environment import adopt_environment
+from tests.conftest import REPOSITORY
 
+PLUGIN = REPOSITORY / "tests" / "fixtures" / "plugin"
 # What srun gives the sixth of eight tasks on two machines.
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -163,3 +166,12 @@ def test_without_an_argument_it_is_the_environment_of_this_process(monkeypatch: 
 )
 def test_the_first_machine_of_a_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+def test_a_cluster_of_another_package_places_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PLUGIN)
+    environ = {"ABACUS": "3/8@node1", "MASTER_PORT": "31000"}
+    assert adopt_environment(environ)
+    place = {name: environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert list(place.values()) == ["3", "8", "0", "node1", "31000"], "the port that was set already stays"
+    assert not adopt_environment({}), "it is asked, and has not started this one"

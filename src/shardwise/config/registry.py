@@ -36,6 +36,7 @@ BUILT_IN: dict[Group, dict[str, str]] = {
     },
     "shardwise.strategies": _files("parallel/strategies"),
     "shardwise.optimizers": _files("optimizers", besides=("rule",)),
+    "shardwise.launchers": _files("launch/clusters"),
     "shardwise.trackers": {
         "tensorboard": "shardwise.watch.trackers.tensorboard:TensorBoard",
         "wandb": "shardwise.watch.trackers.wandb:WeightsAndBiases",
