@@ -1,0 +1,200 @@
+"""The process that programs under test are forked from: it has imported what they import, so that none waits for it again.
+
+`python -m tests.cli.server SOCKET`, started by tests/cli/program.py. What is forked from here is to a test what a program
+started anew would be: a process with its own streams, folder, environment, arguments and signals, which runs the script
+that it was asked to run, as __main__, and ends as any program ends. Two things it shares with its siblings: how strings are
+hashed, and what importing a module has printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing.process
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+from types import ModuleType
+from typing import TextIO
+
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.run",
+    "shardwise.engine.fit",
+    "shardwise.launch.external_ranks",
+    "shardwise.launch.local",
+    "shardwise.drill.conduct",
+    "shardwise.drill.inject",
+    "shardwise.verify.coverage",
+    "shardwise.verify.probe",
+    "shardwise.verify.proof",
+    "shardwise.verify.rank",
+    "shardwise.tasks.cells",
+    "shardwise.tasks.chess",
+    "shardwise.tasks.images",
+    "shardwise.tasks.segmentation",
+    "monai.networks.nets",
+    "transformers.models.llama.modeling_llama",
+)
+"""Not shardwise.launch.preload and freeze_gc: a launcher's server of ranks does its work when it imports them."""
+READ_AT_START = ("CUDA", "HF_", "LANG", "LC_", "LD_", "MKL_", "MONAI", "OMP_", "OPENBLAS", "PYTHON", "TORCH", "TRANSFORMERS")
+"""Variables that Python or a library looks at once, when it starts: a program with others than the server's is started anew."""
+RUN_BY_THE_KERNEL = "jemalloc_bg_thd"
+"""A thread of Arrow's allocator, which sees to it that a fork has one too."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Beside it travel its streams, and a socket that is told its number, and its exit code when it has ended."""
+
+    command: list[str]
+    """A Python script, and its arguments."""
+    folder: str
+    environment: dict[str, str]
+    new_session: bool
+
+    def encoded(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def read_at_start(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+def main(control: socket.socket) -> None:
+    for name in [*PRELOAD, *(f"shardwise.cli.{file.stem}" for file in _verbs())]:
+        importlib.import_module(name)
+    threads = {Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    threads -= {Path("/proc/self/comm").read_text().strip(), RUN_BY_THE_KERNEL}
+    assert not threads, f"a fork would be without these threads: {threads}"
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the socket
+    if (command := serve(control)) is not None:
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def _verbs() -> list[Path]:
+    return [file for file in Path(importlib.import_module("shardwise.cli").__path__[0]).glob("[a-z]*.py")]
+
+
+def serve(control: socket.socket) -> list[str] | None:
+    """Fork a process for every request. Returns in each of them, with its command, and at the end in the server, with None."""
+    told: dict[int, tuple[int, socket.socket]] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd != control.fileno():
+                    pid, ear = told.pop(key.fd)
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    with contextlib.suppress(BrokenPipeError):
+                        ear.send(str(os.waitstatus_to_exitcode(status)).encode())
+                    ear.close()
+                    continue
+                text, fds, _, _ = socket.recv_fds(control, 2**22, 4)
+                if not text:
+                    return None
+                request = Request(**json.loads(text))
+                ear = socket.socket(fileno=fds.pop())
+                if pid := os.fork():
+                    for fd in fds:
+                        os.close(fd)
+                    ear.send(str(pid).encode())
+                    number = os.pidfd_open(pid)
+                    told[number] = pid, ear
+                    selector.register(number, selectors.EVENT_READ)
+                    continue
+                control.close()
+                ear.close()
+                for number, (_, other) in told.items():
+                    os.close(number)
+                    other.close()
+                become(request, fds)
+                return request.command
+
+
+def become(request: Request, streams: Sequence[int]) -> None:
+    """What starting anew would have made of this process."""
+    if request.new_session:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        setattr(sys, name, _reopened(number, getattr(sys, name)))
+    os.chdir(request.folder)
+    multiprocessing.process.ORIGINAL_DIR = request.folder  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.argv = list(request.command)
+    sys.path[0] = str(Path(request.command[0]).parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["numpy"].random.seed()
+    util.spawnv_passfds = ranks_are_forked_too(util.spawnv_passfds)  # type: ignore[attr-defined]
+
+
+def _reopened(number: int, stream: TextIO) -> TextIO:
+    """As Python opens it when it starts: by the line on a terminal, and for errors everywhere."""
+    line = number == 2 or (number == 1 and os.isatty(1))
+    mode = "w" if number else "r"
+    return open(
+        number, mode, 1 if line else -1, encoding=stream.encoding, errors=stream.errors, closefd=False
+    )  # noqa: SIM115
+
+
+# ---------------------------------------------------------------- a launcher's own server of ranks
+
+
+def ranks_are_forked_too(spawn: Callable[..., int]) -> Callable[..., int]:
+    """A launcher starts a server of its own, from which it forks its ranks: that one is forked from the launcher, and finds
+    most of what it imports imported."""
+
+    def fork(path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
+        program = os.fsdecode(arguments[-1])
+        if not program.startswith("from multiprocessing.forkserver import main") or Path("/dev/nvidiactl").exists():
+            return spawn(path, arguments, kept)
+        sys.stdout.flush()
+        if pid := os.fork():
+            return pid
+        try:
+            _forget_the_launcher(kept)
+            sys.modules["__main__"] = anew = ModuleType("__main__")
+            exec(program, anew.__dict__)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)  # not back into the launcher's code
+
+    return fork
+
+
+def _forget_the_launcher(kept: Sequence[int]) -> None:
+    """What a launcher has opened, and what it does on signals, is not for its ranks: a new program would have none of it."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    start = 3
+    for number in sorted(kept):
+        os.closerange(start, number)
+        start = number + 1
+    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    forkserver._forkserver.__init__()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker.__init__()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
