@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import IO, Protocol, Self
 
 from tests.cli.server import Request, read_at_start
@@ -108,9 +109,17 @@ class Server:
         self.process.wait()
 
 
-@cache
 def _server() -> Server:
     """One for all tests of this process."""
+    with _starting:
+        return _first_server()
+
+
+_starting = Lock()
+
+
+@cache
+def _first_server() -> Server:
     server = Server()
     atexit.register(server.close)
     return server

@@ -8,6 +8,7 @@ hashed, and what importing a module has printed.
 
 from __future__ import annotations
 
+import _posixsubprocess
 import contextlib
 import gc
 import importlib
@@ -18,14 +19,15 @@ import runpy
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 PRELOAD = (
     "torch._dynamo",
@@ -47,7 +49,20 @@ PRELOAD = (
     "transformers.models.llama.modeling_llama",
 )
 """Not shardwise.launch.preload and freeze_gc: a launcher's server of ranks does its work when it imports them."""
-READ_AT_START = ("CUDA", "HF_", "LANG", "LC_", "LD_", "MKL_", "MONAI", "OMP_", "OPENBLAS", "PYTHON", "TORCH", "TRANSFORMERS")
+READ_AT_START = (
+    "CUDA",
+    "HF_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MKL_",
+    "MONAI",
+    "OMP_",
+    "OPENBLAS",
+    "PYTHON",
+    "TORCH",
+    "TRANSFORMERS",
+)
 """Variables that Python or a library looks at once, when it starts: a program with others than the server's is started anew."""
 RUN_BY_THE_KERNEL = "jemalloc_bg_thd"
 """A thread of Arrow's allocator, which sees to it that a fork has one too."""
@@ -85,7 +100,7 @@ def main(control: socket.socket) -> None:
 
 
 def _verbs() -> list[Path]:
-    return [file for file in Path(importlib.import_module("shardwise.cli").__path__[0]).glob("[a-z]*.py")]
+    return list(Path(importlib.import_module("shardwise.cli").__path__[0]).glob("[a-z]*.py"))
 
 
 def serve(control: socket.socket) -> list[str] | None:
@@ -143,50 +158,69 @@ def become(request: Request, streams: Sequence[int]) -> None:
     sys.path[0] = str(Path(request.command[0]).parent)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules["numpy"].random.seed()
-    util.spawnv_passfds = ranks_are_forked_too(util.spawnv_passfds)  # type: ignore[attr-defined]
+    subprocess._fork_exec = _posixsubprocess.fork_exec = forked_too(_posixsubprocess.fork_exec)  # type: ignore[attr-defined]
 
 
 def _reopened(number: int, stream: TextIO) -> TextIO:
     """As Python opens it when it starts: by the line on a terminal, and for errors everywhere."""
     line = number == 2 or (number == 1 and os.isatty(1))
     mode = "w" if number else "r"
-    return open(
-        number, mode, 1 if line else -1, encoding=stream.encoding, errors=stream.errors, closefd=False
-    )  # noqa: SIM115
+    return open(number, mode, 1 if line else -1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
-# ---------------------------------------------------------------- a launcher's own server of ranks
+# ---------------------------------------------------------------- what a program starts in turn
+
+FORKED_TOO = ("from multiprocessing.forkserver import main", "shardwise.drill.launcher")
+"""A launcher's server, from which it forks its ranks, and the launchers of a drill: by what Python is asked to run."""
 
 
-def ranks_are_forked_too(spawn: Callable[..., int]) -> Callable[..., int]:
-    """A launcher starts a server of its own, from which it forks its ranks: that one is forked from the launcher, and finds
-    most of what it imports imported."""
+def forked_too(fork_exec: Callable[..., int]) -> Callable[..., int]:
+    """In place of that of subprocess and multiprocessing (Python 3.11 to 3.14): where it would start a Python that imports
+    what is imported here already, it forks this one."""
 
-    def fork(path: str, arguments: Sequence[str], kept: Sequence[int]) -> int:
-        program = os.fsdecode(arguments[-1])
-        if not program.startswith("from multiprocessing.forkserver import main") or Path("/dev/nvidiactl").exists():
-            return spawn(path, arguments, kept)
+    def fork(arguments: Sequence[Any], paths: Any, close: bool, kept: Sequence[int], folder: Any, environment: Any,
+             stdin: int, _in: int, _out: int, stdout: int, _err: int, stderr: int, *more: Any) -> int:  # fmt: skip
+        words = [os.fsdecode(word) for word in arguments]
+        flag = next((place for place, word in enumerate(words) if word in ("-c", "-m")), 0)
+        plain = folder is None and environment is None and close and not Path("/dev/nvidiactl").exists()
+        if not (plain and words[0] == sys.executable and flag and words[flag + 1].startswith(FORKED_TOO)):
+            return fork_exec(
+                arguments, paths, close, kept, folder, environment, stdin, _in, _out, stdout, _err, stderr, *more
+            )
         sys.stdout.flush()
         if pid := os.fork():
             return pid
+        code: Any = 1
         try:
-            _forget_the_launcher(kept)
-            sys.modules["__main__"] = anew = ModuleType("__main__")
-            exec(program, anew.__dict__)
+            _forget_the_program(kept, (stdin, stdout, stderr))
+            sys.argv = words[flag + (words[flag] == "-m") :]
+            if words[flag] == "-m":
+                runpy.run_module(words[flag + 1], run_name="__main__", alter_sys=True)
+            else:
+                sys.modules["__main__"] = anew = ModuleType("__main__")
+                exec(words[flag + 1], anew.__dict__)
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
         except BaseException:
             traceback.print_exc()
-        finally:
-            os._exit(0)  # not back into the launcher's code
+        finally:  # not back into the code that it was forked from
+            sys.stdout.flush()
+            os._exit(code)
 
     return fork
 
 
-def _forget_the_launcher(kept: Sequence[int]) -> None:
-    """What a launcher has opened, and what it does on signals, is not for its ranks: a new program would have none of it."""
+def _forget_the_program(kept: Sequence[int], streams: Sequence[int]) -> None:
+    """What a program has opened, and what it does on signals, is not for those it starts: a new one would have none of it."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for number, (stream, name) in enumerate(zip(streams, ("stdin", "stdout", "stderr"), strict=True)):
+        if stream != -1:
+            os.dup2(stream, number)
+        setattr(sys, name, _reopened(number, getattr(sys, name)))
     start = 3
     for number in sorted(kept):
         os.closerange(start, number)

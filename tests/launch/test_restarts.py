@@ -22,7 +22,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes
 from shardwise.watch.exit_codes import TIME_IS_UP
-from tests.cli.program import BIN, SHARDWISE, run_program, shardwise, started
+from tests.cli.program import BIN, SHARDWISE, Program, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
 
 RAGGED = """
@@ -92,7 +92,7 @@ def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path:
 
 
 @contextmanager
-def launcher(folder: Path, *arguments: str, within: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def launcher(folder: Path, *arguments: str, within: Sequence[str] = ()) -> Iterator[tuple[Program, Any]]:
     """A launcher, and a way to wait for a line of it. `within`: a command that runs it, such as `ip netns exec`."""
     process = started([*within, SHARDWISE, "train", "ragged.yaml", *arguments], folder)
     lines: list[str] = []
