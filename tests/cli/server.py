@@ -22,7 +22,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -179,20 +179,19 @@ def forked_too(fork_exec: Callable[..., int]) -> Callable[..., int]:
     what is imported here already, it forks this one."""
 
     def fork(arguments: Sequence[Any], paths: Any, close: bool, kept: Sequence[int], folder: Any, environment: Any,
-             stdin: int, _in: int, _out: int, stdout: int, _err: int, stderr: int, *more: Any) -> int:  # fmt: skip
+             *fds_and_more: Any) -> int:  # fmt: skip
         words = [os.fsdecode(word) for word in arguments]
         flag = next((place for place, word in enumerate(words) if word in ("-c", "-m")), 0)
         plain = folder is None and environment is None and close and not Path("/dev/nvidiactl").exists()
         if not (plain and words[0] == sys.executable and flag and words[flag + 1].startswith(FORKED_TOO)):
-            return fork_exec(
-                arguments, paths, close, kept, folder, environment, stdin, _in, _out, stdout, _err, stderr, *more
-            )
+            return fork_exec(arguments, paths, close, kept, folder, environment, *fds_and_more)
+        stdin, _, _, stdout, _, stderr, _, says_that_it_failed = fds_and_more[:8]
         sys.stdout.flush()
         if pid := os.fork():
             return pid
         code: Any = 1
         try:
-            _forget_the_program(kept, (stdin, stdout, stderr))
+            _forget_the_program(set(kept) - {says_that_it_failed}, (stdin, stdout, stderr))
             sys.argv = words[flag + (words[flag] == "-m") :]
             if words[flag] == "-m":
                 runpy.run_module(words[flag + 1], run_name="__main__", alter_sys=True)
@@ -211,7 +210,7 @@ def forked_too(fork_exec: Callable[..., int]) -> Callable[..., int]:
     return fork
 
 
-def _forget_the_program(kept: Sequence[int], streams: Sequence[int]) -> None:
+def _forget_the_program(kept: Set[int], streams: Sequence[int]) -> None:
     """What a program has opened, and what it does on signals, is not for those it starts: a new one would have none of it."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
