@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.
     assert got.keys() == wanted.keys()
     for name, theirs in wanted.items():
         torch.testing.assert_close(
-            got[name], theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
+            got[name], theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()), msg=partial("{}: {}".format, name)
         )
 
 
@@ -147,7 +148,8 @@ def test_the_summed_loss_is_that_of_the_predictions() -> None:
         task = task_of(PADDED, f"tokenizer.strategy={strategy}")
         model, batch = task.build_model().eval(), batch_of(task)
         with torch.no_grad():
-            torch.testing.assert_close(task.loss(model, batch).sum, task.evaluate(model, batch)["loss"].sum)
+            evaluated: Any = task.evaluate(model, batch)["loss"]
+            torch.testing.assert_close(task.loss(model, batch).sum, evaluated.sum)
 
 
 def test_a_change_in_one_cell_changes_no_other_cells_predictions() -> None:
@@ -288,7 +290,8 @@ def test_evaluation_does_not_pack() -> None:
     data: Any = task.valid_data()
     batch = data.finish(data.read(np.arange(6), 0))
     assert len(batch["genes"]) == 6 and "starts" not in batch
-    assert task.evaluate(task.build_model(), batch)["cells"].columns["embedding"].shape == (6, 16)
+    cells: Any = task.evaluate(task.build_model(), batch)["cells"]
+    assert cells.columns["embedding"].shape == (6, 16)
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)

@@ -142,6 +142,9 @@ class Counting:
     def numbers(self, rows: Any) -> Any:
         return self.source.numbers(rows)
 
+    def labels(self) -> None:
+        return None
+
     @property
     def rows(self) -> int:
         return sum(last - first for first, last in self.read_rows)

@@ -49,10 +49,17 @@ def shardwise(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
     return run_program([SHARDWISE, *arguments], folder, **variables)
 
 
-def run_program(
-    command: list[str], folder: Path, *, anew: bool = False, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    program = start(command, folder, environment(**variables), anew=anew)
+def run_program(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    return _to_its_end(command, start(command, folder, environment(**variables)))
+
+
+def run_anew(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`shardwise` by an interpreter of its own: where what is imported, how long that takes, or what it prints matters."""
+    command = [SHARDWISE, *arguments]
+    return _to_its_end(command, start(command, folder, environment(), anew=True))
+
+
+def _to_its_end(command: list[str], program: Program) -> subprocess.CompletedProcess[str]:
     try:
         out, err = program.communicate(timeout=240)
     except subprocess.TimeoutExpired:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 PRELOAD = (
     "torch._dynamo",
@@ -164,7 +164,7 @@ def become(request: Request, streams: Sequence[int]) -> None:
 def _reopened(number: int, stream: TextIO) -> TextIO:
     """As Python opens it when it starts: by the line on a terminal, and for errors everywhere."""
     line = number == 2 or (number == 1 and os.isatty(1))
-    mode = "w" if number else "r"
+    mode: Literal["r", "w"] = "w" if number else "r"
     return open(number, mode, 1 if line else -1, encoding=stream.encoding, errors=stream.errors, closefd=False)
 
 
@@ -213,9 +213,8 @@ def forked_too(fork_exec: Callable[..., int]) -> Callable[..., int]:
 def _forget_the_program(kept: Set[int], streams: Sequence[int]) -> None:
     """What a program has opened, and what it does on signals, is not for those it starts: a new one would have none of it."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for caught in filter(lambda each: callable(signal.getsignal(each)), signal.valid_signals()):
+        signal.signal(caught, signal.default_int_handler if caught == signal.SIGINT else signal.SIG_DFL)
     for number, (stream, name) in enumerate(zip(streams, ("stdin", "stdout", "stderr"), strict=True)):
         if stream != -1:
             os.dup2(stream, number)
@@ -225,8 +224,8 @@ def _forget_the_program(kept: Set[int], streams: Sequence[int]) -> None:
         os.closerange(start, number)
         start = number + 1
     os.closerange(start, os.sysconf("SC_OPEN_MAX"))
-    forkserver._forkserver.__init__()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker.__init__()  # type: ignore[attr-defined]
+    for known in (forkserver._forkserver, resource_tracker._resource_tracker):
+        type(known).__init__(known)
 
 
 if __name__ == "__main__":

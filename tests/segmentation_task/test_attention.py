@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def result(module: nn.Module, rows: Tensor, mask: Tensor | None) -> dict[str, Te
     found = module(rows, mask)
     found.cos().sum().backward()
     gradients = {name: weight.grad for name, weight in module.named_parameters()}
-    return {"output": found.detach(), "input's gradient": rows.grad, **gradients}  # type: ignore[dict-item]
+    return {"output": found.detach(), "input's gradient": rows.grad, **gradients}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_output_and_gradients_are_those_of_monai(window: tuple[int, ...], voxels
     assert type(fused) is FusedWindowAttention
     assert float(wanted["relative_position_bias_table"].abs().max()) > 0.01
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found[name], value, msg=partial("{}: {}".format, name))
 
 
 def test_a_whole_network_computes_what_it_did() -> None:
@@ -59,8 +60,8 @@ def test_a_whole_network_computes_what_it_did() -> None:
     for network in (plain, fused):
         network(image).square().mean().backward()
     for (name, wanted), found in zip(plain.named_parameters(), fused.parameters(), strict=True):
-        scale = max(float(wanted.grad.norm()), 1e-6)  # type: ignore[union-attr]
-        assert float((found.grad - wanted.grad).norm()) < 1e-9 * scale, name  # type: ignore[operator]
+        scale = max(float(wanted.grad.norm()), 1e-6)
+        assert float((found.grad - wanted.grad).norm()) < 1e-9 * scale, name
     again = pickle.loads(pickle.dumps(fused)).eval()
     with torch.no_grad():
         assert torch.equal(again(image), fused.eval()(image))
