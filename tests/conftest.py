@@ -101,6 +101,11 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    from tests.quick import is_quick
+
+    for item in items:
+        if is_quick(item):
+            item.add_marker("quick")
     place = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
     if not torch.cuda.is_available():

@@ -127,6 +127,7 @@ def test_what_would_wait_is_noticed(way: Any) -> None:
         way(torch.ones(3))
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_one_graph_for_every_layout() -> None:
     model: Any = task_of(PACKED).build_model().train()
     batches = [batch_of(task_of(*overrides), cells) for overrides in LAYOUTS.values() for cells in (4, 7, 6)]

@@ -189,6 +189,7 @@ def test_memory_is_bounded_by_the_shuffle_buffer_however_long_the_file() -> None
     assert len(cells) > 10 * most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_rank_reads_about_its_share_of_the_file(world: int) -> None:
     sources = [Counting(Constant()) for _ in range(world)]

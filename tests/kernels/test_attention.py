@@ -210,6 +210,7 @@ def test_pytorchs_ragged_kernel_is_called_as_each_version_wants_it(
     torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, causal), expected[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_compiled_block_holds_it_in_one_graph_for_any_length(packs: bool) -> None:
     model = model_of("llama", NAME, **GROUPED)
