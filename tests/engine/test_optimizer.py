@@ -87,7 +87,8 @@ def test_a_tied_weight_is_updated_once() -> None:
 
 def test_a_weight_that_two_kinds_of_modules_share_is_in_one_group_only() -> None:
     """PyTorch refuses a parameter in two groups; the first module that has it decides."""
-    linear, norm = nn.Linear(4, 2, bias=False), RMSNorm()
+    linear: Any = nn.Linear(4, 2, bias=False)
+    norm = RMSNorm()
     norm.weight = linear.weight
     for order, decay in (((linear, norm), 0.1), ((norm, linear), 0.0)):
         groups = parameter_groups(nn.Sequential(*order), 0.1)
