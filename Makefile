@@ -1,20 +1,25 @@
-# Two commands a newcomer needs: `make train` and `make test`. Both set up .venv on their own.
+# Three commands a newcomer needs: `make train`, `make check` and `make test`. All set up .venv on their own.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: train test format types lint setup clean
+.PHONY: train check test format setup clean
 
 train: $(STAMP)  ## train a tiny chess model on every local device
 	$(BIN)/shardwise train configs/chess-tiny.yaml --fresh
 
-# Files in the order that tests/conftest.py gives them. With bytecode, which the hundreds of programs that tests start share.
-test: $(STAMP)  ## formatting, types, tests
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Files in the order that tests/conftest.py gives them. With bytecode, which the processes that tests start share.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+STATIC := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+check: $(STAMP)  ## formatting, types, quick tests
+	$(STATIC)
+	$(PYTEST) -q -m quick
+
+test: $(STAMP)  ## formatting, types, all tests
+	$(STATIC)
+	$(PYTEST)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -72,13 +72,13 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _helper(process: psutil.Process) -> bool:
-    """multiprocessing's own tracker, the process that ranks are forked from, and those that compile, which end with whoever
-    asked them to, are no ranks."""
+    """multiprocessing's own tracker, the processes that ranks and programs are forked from, and those that compile, which end
+    with whoever asked them to, are no ranks."""
     try:
         command = " ".join(process.cmdline())
         if "resource_tracker" in command or "compile_worker" in command:
             return True
-        return "forkserver" in command and process.ppid() == os.getpid()
+        return ("forkserver" in command or "tests.cli.server" in command) and process.ppid() == os.getpid()
     except psutil.NoSuchProcess:
         return True
 
@@ -101,6 +101,11 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
+    from tests.quick import is_quick
+
+    for item in items:
+        if is_quick(item):
+            item.add_marker("quick")
     place = {REPOSITORY / "tests" / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
     if not torch.cuda.is_available():

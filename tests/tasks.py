@@ -43,7 +43,7 @@ class Ragged(Task):
     vocabulary = 29
 
     def train_data(self) -> list[Tensor]:
-        return sequences(self.config.data.samples, seed=1)  # type: ignore[attr-defined]
+        return sequences(self.config.data.samples, seed=1)
 
     def valid_data(self) -> list[Tensor]:
         return sequences(11, seed=2)

@@ -47,9 +47,11 @@ def modules_imported(source: str, package: str) -> Iterator[tuple[int, str]]:
     `import` may be a module or a name in one; the facade `shardwise` stands for the module where the name is at home."""
     for node in ast.walk(ast.parse(source)):
         modules: list[str] = []
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 above = package.split(".")

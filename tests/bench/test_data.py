@@ -93,6 +93,7 @@ def test_where_workers_do_not_help_the_verdict_names_the_slow_part(costs: Costs,
     assert remedy in _verdict(costs, [Pace(0, 1.0, 1.0, 0.9)], 2, 0)
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_table_or_json(in_tmp: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (in_tmp / "cells.yaml").write_text("task: cells\ndata: {num_cells: 100, num_genes: 20}\ntraining: {batch_size: 4}")
     assert main(["bench", "data", "cells.yaml", "--steps", "2", "--workers", "0,1"]) == 0

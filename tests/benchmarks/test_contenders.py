@@ -35,6 +35,7 @@ def plain() -> list[float]:
     return losses_of("plain loop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Accelerate", "shardwise", "shardwise, fsdp"])
 def test_tools_have_the_losses_of_the_plain_loop(name: str, plain: list[float]) -> None:
     if name == "Accelerate":
@@ -57,11 +58,13 @@ def test_a_contender_that_fails_has_a_row_that_says_why() -> None:
     assert take_turn(Contender("bad", run, 1, PLAN)).failed == "ValueError: no room"
 
 
+@pytest.mark.slow
 def test_a_contender_that_stops_early_has_failed() -> None:
     row = take_turn(Contender("lazy", lambda meter: meter.done(1.0, 1), 1, PLAN))
     assert "made 1 of 3 steps" in row.failed
 
 
+@pytest.mark.slow
 def test_what_was_found_is_in_the_files_and_no_time_means_no_contender(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +124,7 @@ def test_a_token_is_followed_by_few_others() -> None:
     assert 1 < max(by_token) <= SUCCESSORS
 
 
+@pytest.mark.slow
 def test_curves_are_compared_with_the_plain_loop(tmp_path: Path) -> None:
     def row(name: str, scale: float) -> Row:
         def run(meter: Meter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def assert_same_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.
     assert got.keys() == wanted.keys()
     for name, theirs in wanted.items():
         torch.testing.assert_close(
-            got[name], theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
+            got[name], theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()), msg=partial("{}: {}".format, name)
         )
 
 
@@ -126,6 +127,7 @@ def test_what_would_wait_is_noticed(way: Any) -> None:
         way(torch.ones(3))
 
 
+@pytest.mark.slow
 def test_a_compiled_block_is_one_graph_for_every_layout() -> None:
     model: Any = task_of(PACKED).build_model().train()
     batches = [batch_of(task_of(*overrides), cells) for overrides in LAYOUTS.values() for cells in (4, 7, 6)]
@@ -147,7 +149,8 @@ def test_the_summed_loss_is_that_of_the_predictions() -> None:
         task = task_of(PADDED, f"tokenizer.strategy={strategy}")
         model, batch = task.build_model().eval(), batch_of(task)
         with torch.no_grad():
-            torch.testing.assert_close(task.loss(model, batch).sum, task.evaluate(model, batch)["loss"].sum)
+            evaluated: Any = task.evaluate(model, batch)["loss"]
+            torch.testing.assert_close(task.loss(model, batch).sum, evaluated.sum)
 
 
 def test_a_change_in_one_cell_changes_no_other_cells_predictions() -> None:
@@ -288,7 +291,8 @@ def test_evaluation_does_not_pack() -> None:
     data: Any = task.valid_data()
     batch = data.finish(data.read(np.arange(6), 0))
     assert len(batch["genes"]) == 6 and "starts" not in batch
-    assert task.evaluate(task.build_model(), batch)["cells"].columns["embedding"].shape == (6, 16)
+    cells: Any = task.evaluate(task.build_model(), batch)["cells"]
+    assert cells.columns["embedding"].shape == (6, 16)
 
 
 @pytest.mark.parametrize(("overrides", "message"), REFUSED)

@@ -142,6 +142,9 @@ class Counting:
     def numbers(self, rows: Any) -> Any:
         return self.source.numbers(rows)
 
+    def labels(self) -> None:
+        return None
+
     @property
     def rows(self) -> int:
         return sum(last - first for first, last in self.read_rows)
@@ -186,6 +189,7 @@ def test_memory_is_bounded_by_the_shuffle_buffer_however_long_the_file() -> None
     assert len(cells) > 10 * most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_rank_reads_about_its_share_of_the_file(world: int) -> None:
     sources = [Counting(Constant()) for _ in range(world)]

@@ -38,7 +38,9 @@ def copied(config: Any, folder: Path, cells_per_shard: int = 300) -> Any:
 def test_a_copy_has_every_cell_once_with_its_values_and_label(source: Any, tmp_path: Path) -> None:
     copy, corpus = copied(source, tmp_path / "copy"), open_corpus(source.data, source.seed)
     table = dense(corpus.training, GENES)
-    codes, names = corpus.training.labels()
+    labels = corpus.training.labels()
+    assert labels is not None
+    codes, names = labels
     seen: list[int] = []
     for part in (copy.training, copy.validation):
         numbers = part.numbers(np.arange(len(part)))

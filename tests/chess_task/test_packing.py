@@ -178,6 +178,7 @@ def test_evaluation_does_not_pack(task_of: Callable[..., ChessTask]) -> None:
     assert math.isfinite(float(metrics["loss"].sum.detach()))
 
 
+@pytest.mark.slow
 def test_packing_leaves_less_than_two_percent_of_padding(task_of: Callable[..., ChessTask]) -> None:
     ragged = task_of("training.batch_size=16")
     tiny = ChessTask(load_config(REPOSITORY / "configs" / "chess-tiny.yaml"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli.program import BIN, SHARDWISE, environment, run_program, shardwise, started
+from tests.cli.program import BIN, SHARDWISE, Program, environment, run_program, shardwise, start, started
 
 RAGGED = """
 task: tests.tasks:{task}
@@ -97,7 +96,7 @@ def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], None]]]:
+def running(folder: Path, *arguments: str) -> Iterator[tuple[Program, Callable[[str], None]]]:
     """The program, and a way to wait for a line of it."""
     process = started([SHARDWISE, *arguments], folder)
     seen: list[str] = []
@@ -195,10 +194,10 @@ def test_under_srun_slurms_variables_are_read(tmp_path: Path) -> None:
     """Two processes with the variables that srun sets, as seen under Slurm 22.05."""
     write(tmp_path)
     tasks = [
-        subprocess.Popen(
+        start(
             [SHARDWISE, "train", "ragged.yaml"],
-            cwd=tmp_path,
-            env=environment(
+            tmp_path,
+            environment(
                 SLURM_JOB_ID=str(os.getpid()),
                 SLURM_STEP_ID="0",
                 SLURM_PROCID=str(task),
@@ -208,9 +207,6 @@ def test_under_srun_slurms_variables_are_read(tmp_path: Path) -> None:
                 SLURM_JOB_NODELIST="localhost",
                 SLURM_STEP_NODELIST="localhost",
             ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for task in range(2)
     ]
@@ -232,7 +228,7 @@ def test_a_terminal_gets_one_live_line_that_is_replaced(tmp_path: Path) -> None:
         "--set",
         "training.num_gpus=1",
     ]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=slave, stderr=slave)
+    process = start(command, tmp_path, environment(), stdout=slave, stderr=slave)
     os.close(slave)
     output = b""
     while True:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def test_parameters_and_buffers_of_a_module_are_its_own_to_read_and_replace() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False))
     assert modules.parameters_of(model) == {}
     assert modules.parameters_of(model[0]) == {"weight": model[0].weight, "bias": None}
     modules.parameters_of(model[0])["weight"] = nn.Parameter(torch.ones(2, 2))
@@ -63,7 +64,8 @@ def test_a_recomputed_block_is_found_again_and_so_are_its_names() -> None:
 
 
 def test_a_compiled_modules_names_are_found_again() -> None:
-    names = [name for name, _ in nn.Sequential(torch.compile(nn.Linear(2, 2))).named_parameters()]
+    layer: Any = torch.compile(nn.Linear(2, 2))
+    names = [name for name, _ in nn.Sequential(layer).named_parameters()]
     assert [compiler.name_without_compiled(name) for name in names] == ["0.weight", "0.bias"] != names
 
 
@@ -73,7 +75,7 @@ def test_what_does_not_compile_raises_what_is_waited_for() -> None:
 
     before = compiler.compiled_frames()
     with pytest.raises(compiler.compile_errors()):
-        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))  # type: ignore[arg-type]
+        torch.compile(lambda x: x + 1, backend=broken)(torch.ones(1))
     torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))
     assert compiler.compiled_frames() > before
 
@@ -97,7 +99,7 @@ def test_groups_of_a_mesh(alone: None) -> None:
 
 
 def test_a_released_ddp_holds_the_group_no_more(alone: None) -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2))
+    model: Any = DistributedDataParallel(nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
     distributed.release_ddp(model)
     assert model.reducer is None and model.logger is None
@@ -107,10 +109,12 @@ def test_a_style_splits_the_module_that_it_stands_for(alone: None) -> None:
     class Doubled(distributed.TensorStyle):
         def split(self, module: nn.Module, mesh: object) -> nn.Module:
             with torch.no_grad():
-                modules.parameters_of(module)["weight"] *= 2  # type: ignore[operator]
+                weight = modules.parameters_of(module)["weight"]
+                assert weight is not None
+                weight *= 2
             return module
 
-    model = nn.Sequential(nn.Linear(2, 2))
+    model: Any = nn.Sequential(nn.Linear(2, 2))
     before = model[0].weight.detach().clone()
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": Doubled()})
     assert torch.equal(model[0].weight, 2 * before)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import Batching, Training, resolve_batching, resolve_learning_rate
 from shardwise.config.batching import keep_global_batch
+from shardwise.config.schema import Optimizer
 from shardwise.errors import ConfigError
 
 small = st.integers(1, 40)
@@ -28,7 +29,7 @@ small = st.integers(1, 40)
     ],
 )
 def test_the_effective_batch_is_batch_size_times_accumulation_times_devices(
-    options: dict[str, int], world: int, accumulation: int, global_batch: int
+    options: dict[str, Any], world: int, accumulation: int, global_batch: int
 ) -> None:
     batching = resolve_batching(Training(**options), world)
     assert batching == Batching(world, options["batch_size"], accumulation)
@@ -70,7 +71,7 @@ def test_a_total_that_does_not_divide_is_answered_with_what_would_fit(
 def test_each_remedy_that_the_error_names_fits(batch_size: int, per_node: int, nodes: int, total: int) -> None:
     world = per_node * nodes
     assume(total % (batch_size * world))
-    asked = {"batch_size": batch_size, "num_gpus": world, "num_nodes": nodes, "total_batch_size": total}
+    asked: dict[str, Any] = {"batch_size": batch_size, "num_gpus": world, "num_nodes": nodes, "total_batch_size": total}
     with pytest.raises(ConfigError) as caught:
         resolve_batching(Training(**asked), world)
     offered = remedies_in(str(caught.value))
@@ -110,7 +111,7 @@ def test_the_last_short_batch_is_a_step_too(samples: int, batch_size: int, accum
 def test_the_rate_follows_the_effective_batch_only_where_that_is_asked_for(
     options: dict[str, Any], global_batch: int, rate: float
 ) -> None:
-    training = Training(**options, optimizer={"lr": 0.1})
+    training = Training(**options, optimizer=Optimizer(lr=0.1))
     assert resolve_learning_rate(training, global_batch) == pytest.approx(rate)
 
 

@@ -112,15 +112,15 @@ class FreshRanks:
     def _results(self, workers: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
         """In the order of ranks. The first error ends them all: the others may wait for that rank for ever."""
         results: dict[int, Any] = {}
-        waiting = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
         end = time.monotonic() + timeout
         while waiting:
-            ready = mp.connection.wait(list(waiting), timeout=end - time.monotonic())
+            ready: list[Any] = mp.connection.wait(list(waiting), timeout=end - time.monotonic())
             if not ready:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                good, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                rank = waiting.pop(pipe)
+                good, results[rank] = pipe.recv()
                 if not good:
                     for process, _ in workers:
                         process.kill()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.checkpoint import state
 from shardwise.errors import CheckpointError
 from tests.distributed import work
 from tests.distributed.pool import RankPool
@@ -58,16 +59,12 @@ def _disk_full_on_rank_one(session: Any) -> tuple[list[tuple[int, str | None]], 
     session.checkpoints.on_written = lambda written: (
         heard.append((written.step, written.problem)) if written.problem else None
     )
-    batches, write_files = session.batches(), state.write_files
+    batches = session.batches()
     for _ in range(2):
         session.step(next(batches))
-    if session.world.rank == 1:
-        state.write_files = _no_space
-    try:
+    with _disk_full(session, on=[1]):
         session.save()
         session.checkpoints.saver._join(None)
-    finally:
-        state.write_files = write_files
     assert not heard, "a thread cannot speak up in the middle of a step"
     session.step(next(batches))
     assert session.checkpoints.saved_at is None
@@ -77,8 +74,21 @@ def _disk_full_on_rank_one(session: Any) -> tuple[list[tuple[int, str | None]], 
     return heard, session.steps_done, sorted(path.name for path in session.checkpoints.store.folder.iterdir())
 
 
-def _no_space(folder: Path, files: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
+@contextmanager
+def _disk_full(session: Any, on: Sequence[int]) -> Iterator[None]:
+    """Within it, these ranks cannot write a checkpoint."""
+
+    def no_space(phase: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saver = session.checkpoints.saver
+    before = saver.on_phase
+    if session.world.rank in on:
+        saver.on_phase = no_space
+    try:
+        yield
+    finally:
+        saver.on_phase = before
 
 
 def test_a_last_checkpoint_that_could_not_be_written_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
@@ -89,14 +99,10 @@ def test_a_last_checkpoint_that_could_not_be_written_is_an_error_on_every_rank(r
 
 def _last_one_fails(session: Any) -> str:
     session.step(next(session.batches()))
-    write_files = state.write_files
-    state.write_files = _no_space if session.world.rank == 0 else write_files
-    try:
+    with _disk_full(session, on=[0]):
         session.save()
         with pytest.raises(CheckpointError) as caught:
             session.wait()
-    finally:
-        state.write_files = write_files
     return str(caught.value)
 
 
@@ -142,13 +148,10 @@ def test_where_every_checkpoint_is_waited_for_a_full_disk_does_not_end_the_run_e
 def _full_and_waited_for(session: Any) -> tuple[list[str], int, list[str]]:
     heard: list[str] = []
     session.checkpoints.on_written = lambda written: heard.append(written.problem) if written.problem else None
-    batches, write_files = session.batches(), state.write_files
+    batches = session.batches()
     session.step(next(batches))
-    state.write_files = _no_space
-    try:
+    with _disk_full(session, on=[0, 1]):
         session.save()
-    finally:
-        state.write_files = write_files
     session.step(next(batches))
     session.save()
     return heard, session.steps_done, sorted(path.name for path in session.checkpoints.store.folder.iterdir())

@@ -297,7 +297,7 @@ class Sometimes(Ragged):
     calls = 0
 
     def evaluate(self, model: Any, batch: Any) -> Any:
-        loss = super().evaluate(model, batch)["loss"]
+        loss: Any = super().evaluate(model, batch)["loss"]
         Sometimes.calls += 1
         return {"loss": loss, "precision": Loss(loss.sum, 0 if Sometimes.calls < 3 else 1)}
 
@@ -425,7 +425,7 @@ def _disk_full_at_the_end(often: int, text: str, overrides: list[str], folder: s
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_files(*args)
 
-    state.write_files = full
+    state.write_files = full  # type: ignore[assignment]
     try:
         return work.run_fit(text, overrides, folder)
     finally:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from typing import Any
 
-from shardwise.engine import step as step_module
-from shardwise.engine.session import Session
+import pytest
+
+from shardwise import Observer, Session
 from tests.distributed.pool import RankPool
 from tests.tasks import config_of
 
@@ -15,26 +15,25 @@ TEXT = (
 )
 
 
+class Norms(Observer):
+    """Of the gradient of each parameter in the last step."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    def gradients_ready(self, run: Any) -> None:
+        for name, parameter in run.strategy.module.named_parameters():
+            gradient = run.strategy.gradient_of(parameter)
+            assert gradient is not None
+            self.found[name] = float(gradient.float().norm())
+
+
 def norms_of_the_first_step(overrides: list[str]) -> dict[str, float]:
-    """Of the gradient of each parameter."""
-    found: dict[str, float] = {}
-    with Session(config_of(TEXT, overrides)) as session:
+    norms = Norms()
+    with Session(config_of(TEXT, overrides), observers=[norms]) as session:
         session.prepare()
-        spread, original = session.parts.strategy, step_module.global_norm
-
-        def look(grads: list[torch.Tensor]) -> torch.Tensor:
-            for name, parameter in spread.module.named_parameters():
-                gradient = spread.gradient_of(parameter)
-                assert gradient is not None
-                found[name] = float(gradient.float().norm())
-            return original(grads)
-
-        step_module.global_norm = look
-        try:
-            session.step(next(session.batches()))
-        finally:
-            step_module.global_norm = original
-    return found
+        session.step(next(session.batches()))
+    return norms.found
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

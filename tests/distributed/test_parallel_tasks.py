@@ -99,7 +99,9 @@ def test_a_task_spread_over_two_ranks_computes_what_one_does(
     weights = {name: weight for result in results for name, weight in result["weights"].items()}
     assert weights.keys() == expected["weights"].keys()
     for name, value in expected["weights"].items():
-        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weights[name], value, rtol=1e-5, atol=1e-5, msg=functools.partial("{}: {}".format, name)
+        )
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-4)

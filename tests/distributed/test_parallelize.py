@@ -92,7 +92,7 @@ def _tied(session: Any) -> bool:
 
 def test_units_honour_min_num_params_and_leave_shared_weights_outside() -> None:
     model = Toy(29, 16, 3, tied=True)
-    blocks = list(model.layers)
+    blocks: list[Any] = list(model.layers)
     size = sum(parameter.numel() for parameter in blocks[0].parameters())
     assert sharding_units(model, blocks, size) == blocks
     assert sharding_units(model, blocks, size + 1) == []

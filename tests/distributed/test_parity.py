@@ -168,5 +168,5 @@ def assert_same_curve(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert result["weights"].keys() == expected["weights"].keys()
     for name, weight in expected["weights"].items():
         torch.testing.assert_close(
-            result["weights"][name], weight, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            result["weights"][name], weight, rtol=1e-5, atol=1e-5, msg=functools.partial("{}: {}".format, name)
         )

@@ -129,7 +129,7 @@ class Normed(Ragged):
     """With running statistics, which every rank sees differently, and a parameter that never gets a gradient."""
 
     def build_model(self) -> nn.Module:
-        model = super().build_model()
+        model: Any = super().build_model()
         model.never_used = nn.Linear(2, 2)
         model.norm = nn.Sequential(_Flat(nn.BatchNorm1d(16)), model.norm)
         return model

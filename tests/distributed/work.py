@@ -31,7 +31,7 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
     original = step_module.loss_weight
     if per_rank_mean:  # the mistake that rule 1 is about: every micro-batch divided by its own count
         micro_batches = config.training.gradient_accumulation or 1
-        step_module.loss_weight = lambda world, global_count, micro_count: 1 / (micro_count * micro_batches)
+        step_module.loss_weight = lambda copies, global_count, micro_count: 1 / (micro_count * micro_batches)
     try:
         with Session(config) as session:
             session.prepare()
@@ -78,7 +78,7 @@ def resumed_bit_for_bit(
 def full_weights(session: Session) -> dict[str, torch.Tensor]:
     """The whole model on every rank, whatever the strategy."""
     options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(session.parts.strategy.module, options=options)
+    state: dict[str, Any] = get_model_state_dict(session.parts.strategy.module, options=options)
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 

@@ -334,7 +334,7 @@ def test_a_run_is_watched_recorded_and_tells_of_it(
 def test_recording_is_asked_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch, "compile", lambda plain, **options: asked.append(options) or plain)
-    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    blocks: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
     regions = compile_regions(blocks, one_size=True)
     asked.clear()
     regions.replay()

@@ -87,7 +87,8 @@ def test_a_tied_weight_is_updated_once() -> None:
 
 def test_a_weight_that_two_kinds_of_modules_share_is_in_one_group_only() -> None:
     """PyTorch refuses a parameter in two groups; the first module that has it decides."""
-    linear, norm = nn.Linear(4, 2, bias=False), RMSNorm()
+    linear: Any = nn.Linear(4, 2, bias=False)
+    norm = RMSNorm()
     norm.weight = linear.weight
     for order, decay in (((linear, norm), 0.1), ((norm, linear), 0.0)):
         groups = parameter_groups(nn.Sequential(*order), 0.1)
@@ -132,7 +133,7 @@ def test_a_step_moves_the_weights_as_the_plain_optimizer_would(name: str) -> Non
     twin = Toy(vocabulary=7, width=4, layers=1, tied=True)
     twin.load_state_dict(model.state_dict())
     plain = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
-    ours = build_optimizer(model, Optimizer(name=name, weight_decay=0.0), lr=0.01)  # type: ignore[arg-type]
+    ours = build_optimizer(model, Optimizer(name=name, weight_decay=0.0), lr=0.01)
     theirs = plain(twin.parameters(), lr=0.01, weight_decay=0.0)
     for _ in range(3):
         for network, optimizer in ((model, ours), (twin, theirs)):

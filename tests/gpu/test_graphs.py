@@ -52,7 +52,7 @@ class Layers(Task):
         hidden = batch["x"]
         for block in model["blocks"]:  # type: ignore[index]
             hidden = hidden + block(hidden)
-        logits = model["head"](hidden).view(-1, 2, 64)  # type: ignore[operator]
+        logits = model["head"](hidden).view(-1, 2, 64)  # type: ignore[index]
         losses = F.cross_entropy(logits.float(), batch["y"], reduction="none").mean(dim=1)
         return Loss(losses.sum(), len(losses))
 

@@ -106,13 +106,13 @@ def _train_in(room: int, text: str, overrides: list[str]) -> dict[str, Any]:
 
     original = batch_size.torch.cuda.mem_get_info
     torch.cuda.empty_cache()
-    batch_size.torch.cuda.mem_get_info = lambda device=None: (room - torch.cuda.memory_reserved(), room)  # type: ignore[assignment]
+    batch_size.torch.cuda.mem_get_info = lambda device=None: (room - torch.cuda.memory_reserved(), room)
     try:
         record = work.train(text, overrides)
         record["reserved"] = torch.cuda.max_memory_reserved()
         return record
     finally:
-        batch_size.torch.cuda.mem_get_info = original  # type: ignore[assignment]
+        batch_size.torch.cuda.mem_get_info = original
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])

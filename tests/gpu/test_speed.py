@@ -89,7 +89,7 @@ def test_the_compiled_update_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> Non
             "numbers": torch.tensor([1e-3 / 0.271, 0.0547, 0.999, 2.0, 0.0, 0.0, 0.0, 0.0], device="cuda"),
         }
         plain = {name: tensor.clone() for name, tensor in given.items()}
-        update(*plain.values(), 0.9, 0.999, 1e-8)
+        update(**plain, first=0.9, second=0.999, eps=1e-8)
         low_precision_adamw._compiled()(*given.values(), 0.9, 0.999, 1e-8)
         for name, tensor in given.items():
             torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -49,7 +50,7 @@ def write_model(folder: Path, architecture: str = "resnet", *, num_classes: int 
     """A model with its processor, saved as Hugging Face saves them."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "resnet": {"depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 8},
         "vit": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
                 "image_size": 16, "patch_size": 4},

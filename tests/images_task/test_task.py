@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_the_memory_order_changes_the_results_by_rounding_only(text: str) -> Non
     torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=1e-5, atol=1e-5)
     for name, gradient in gradients[0][1].items():
         torch.testing.assert_close(
-            gradients[1][1][name], gradient, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            gradients[1][1][name], gradient, rtol=1e-3, atol=1e-4, msg=partial("{}: {}".format, name)
         )
 
 

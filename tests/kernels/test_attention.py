@@ -98,7 +98,7 @@ def test_packed_texts_that_look_both_ways_attend_as_each_would_alone(dtype: torc
     query, key, value = (torch.randn(1, 4, 20, 8, dtype=dtype) for _ in range(3))
     found = attend_packed(query, key, value, starts, 16, causal=False)
     for first, last in ((0, 5), (5, 17), (17, 20)):
-        rows = (each[:, :, first:last] for each in (query, key, value))
+        rows = (query[:, :, first:last], key[:, :, first:last], value[:, :, first:last])
         alone = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(1, 2)
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found[:, first:last], alone, rtol=0, atol=tolerance)
@@ -187,8 +187,10 @@ def _each(
     found = []
     for first, last in itertools.pairwise(starts.tolist()):
         assert last - first <= longest
-        rows = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
-        alone = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=causal, scale=scale, enable_gqa=True)
+        q, k, v = (each[None, first:last].transpose(1, 2) for each in (query, key, value))
+        alone = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+        )
         found.append(alone[0].transpose(0, 1))
     return torch.cat(found)
 
@@ -203,11 +205,12 @@ def test_pytorchs_ragged_kernel_is_called_as_each_version_wants_it(
     kernel: Any = kernels._varlen()
     starts = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
     query, key, value = (torch.randn(18, heads, 8) for heads in (4, kv_heads, kv_heads))
-    rows = (each.transpose(0, 1)[None] for each in (query, key, value))
-    expected = attend_packed(*rows, starts, 16, causal=causal, scaling=0.3)
+    q, k, v = (each.transpose(0, 1)[None] for each in (query, key, value))
+    expected = attend_packed(q, k, v, starts, 16, causal=causal, scaling=0.3)
     torch.testing.assert_close(kernel(query, key, value, starts, 16, 0.3, causal), expected[0], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_compiled_block_holds_it_in_one_graph_for_any_length(packs: bool) -> None:
     model = model_of("llama", NAME, **GROUPED)

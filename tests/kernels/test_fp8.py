@@ -18,9 +18,10 @@ def block() -> nn.Sequential:
 
 
 def test_the_linear_layers_of_blocks_are_replaced_in_place_and_those_that_do_not_fit_are_named() -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([block()]), "head": nn.Linear(64, 64)})
+    blocks = nn.ModuleList([block()])
+    model = nn.ModuleDict({"blocks": blocks, "head": nn.Linear(64, 64)})
     names = list(model.state_dict())
-    assert use_fp8(model, list(model["blocks"])) == ["blocks.0.3"]  # type: ignore[arg-type]
+    assert use_fp8(model, list(blocks)) == ["blocks.0.3"]
     assert list(model.state_dict()) == names
     assert [type(layer) for layer in model["blocks"][0]] == [Fp8Linear, nn.GELU, Fp8Linear, nn.Linear]  # type: ignore[index]
     assert type(model["head"]) is nn.Linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ class Trained:
 
 def assert_same(one: Trained, other: Trained) -> None:
     for (name, mine), theirs in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, name))
         state, expected = one.optimizer.state[mine], other.optimizer.state[theirs]
         assert state.keys() == expected.keys()
         for key in state:

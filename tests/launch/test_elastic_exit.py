@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.distributed.elastic import multiprocessing as elastic
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
@@ -24,6 +25,7 @@ def _wait(finished: Any, told: Connection) -> None:
     told.send("woken")
 
 
+@pytest.mark.slow
 def test_those_who_are_left_are_let_go_though_one_has_died_waiting() -> None:
     context = multiprocessing.get_context("forkserver")
     finished = Finished(2, "forkserver")
@@ -68,6 +70,7 @@ def _done(folder: str) -> int:
     return 3
 
 
+@pytest.mark.slow
 def test_the_agents_ranks_wait_so(tmp_path: Path) -> None:
     """Killed between its return and everybody's: the agent hears of it instead of waiting for ever."""
     context = _started(_done, tmp_path, one_died=lambda: None)
@@ -98,6 +101,7 @@ def _busy(folder: str) -> int:
     return 0
 
 
+@pytest.mark.slow
 def test_who_has_died_is_seen_before_any_other_is_ended(tmp_path: Path) -> None:
     """A signal to the others, or an end of theirs, would make it look as if they had been first."""
     seen: list[list[int | None]] = []

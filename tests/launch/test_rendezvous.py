@@ -17,6 +17,7 @@ def meeting(tmp_path: Path) -> Meeting:
     return meet(RendezvousParameters("c10d", str(tmp_path / "store"), "job", 1, 1, store_type="file"))
 
 
+@pytest.mark.slow
 def test_whoever_asks_is_not_held_up_by_a_cut_link_and_the_late_answer_counts(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +45,7 @@ def test_an_error_reaches_the_one_who_asked(meeting: Meeting, monkeypatch: pytes
         meeting.num_nodes_waiting()
 
 
+@pytest.mark.slow
 def test_machines_join_only_when_the_last_question_is_answered(
     meeting: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:

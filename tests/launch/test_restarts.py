@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -24,7 +24,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes
 from shardwise.watch.exit_codes import TIME_IS_UP
-from tests.cli.program import BIN, SHARDWISE, run_program, shardwise, started
+from tests.cli.program import BIN, SHARDWISE, Program, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
 from tests.tasks import Faulty
 
@@ -119,7 +119,7 @@ def test_under_torchrun_a_hang_is_judged_and_the_restarted_ranks_go_on(tmp_path:
 
 
 @contextmanager
-def launcher(folder: Path, *arguments: str, within: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def launcher(folder: Path, *arguments: str, within: Sequence[str] = ()) -> Iterator[tuple[Program, Any]]:
     """A launcher, and a way to wait for a line of it. `within`: a command that runs it, such as `ip netns exec`."""
     process = started([*within, SHARDWISE, "train", "ragged.yaml", *arguments], folder)
     lines: list[str] = []
@@ -312,7 +312,7 @@ def test_the_time_is_up_when_a_save_and_two_steps_would_no_longer_fit() -> None:
         """Of 100 seconds, of which 5 are kept in reserve."""
         made = Stop(after=100.0, began=time.monotonic() - 100.0 + left)
         made.stepped(10.0)
-        made.saved(None, written(20.0))
+        made.saved(cast(Any, None), written(20.0))
         return made
 
     assert not stop(left=20 + 2 * 10 + 5 + 1).requested
@@ -331,10 +331,10 @@ def test_before_the_first_checkpoint_its_time_is_guessed_from_its_size() -> None
     assert not stop(left=200 + 30 + 1).requested
     late = stop(left=200 + 30 - 1)
     assert late.requested
-    late.saved(None, written(2.0))
+    late.saved(cast(Any, None), written(2.0))
     assert late.exit_code == TIME_IS_UP, "it is faster than was thought, but that is why this rank left"
     fast = stop(left=200)
-    fast.saved(None, written(2.0))
+    fast.saved(cast(Any, None), written(2.0))
     assert not fast.requested, "from then on, what it took is what counts"
     assert seconds_to_leave(100.0, step=10.0, save=20.0) == 20 + 2 * 10 + 5
     assert seconds_to_leave(7200.0, step=0.0, save=0.0) == 30

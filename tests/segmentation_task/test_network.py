@@ -60,6 +60,7 @@ def test_a_network_of_convolutions_is_compiled_as_a_whole(options: SegmentationM
     assert network_regions(network) == [network]
 
 
+@pytest.mark.slow
 def test_of_swin_unetr_convolutions_are_compiled_and_what_moves_windows_is_not() -> None:
     shapes = Shapes(1, 1, (64, 32, 32))
     network = build_network(model("SwinUNETR", feature_size=12), shapes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -103,7 +103,7 @@ def one_parameter_is_not_synchronised() -> None:
 def every_rank_seeds_its_own_weights() -> None:
     class Unsent(DistributedDataParallel):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, init_sync=False, **options)
+            super().__init__(*args, **options | {"init_sync": False})
 
     def build(self: Session) -> nn.Module:
         seed_everything(self.config.seed + self.world.rank, Purpose.WEIGHTS)
@@ -296,7 +296,7 @@ def _after_resume(action: Any) -> None:
 def one_rank_stops_early() -> None:
     batches = Session.batches
 
-    def fewer(self: Session) -> Iterator[StepBatch]:
+    def fewer(self: Session) -> Generator[StepBatch, None, None]:
         for number, batch in enumerate(batches(self)):
             if self.world.rank == 1 and number == 3:
                 return

@@ -33,9 +33,9 @@ def test_a_second_run_in_a_folder_is_refused_with_who_holds_it_until_that_one_di
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as first:
         assert first.stdout is not None and first.stdout.readline() == "held\n"
-        for options in ({"resume": True, "fresh": False}, {"resume": False, "fresh": True}):
+        for resume in (True, False):
             with pytest.raises(LaunchError) as refused:
-                RunFolder(tmp_path).claim(**options, command="shardwise train")
+                RunFolder(tmp_path).claim(resume=resume, fresh=not resume, command="shardwise train")
             assert f"is in use by a run that is going on (process {first.pid} on {os.uname().nodename}, since" in str(
                 refused.value
             )

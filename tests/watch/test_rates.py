@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.watch import rates
 from shardwise.watch.rates import Rates, clock, peak_flops, short
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(rates.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
 
 def test_throughput_is_what_was_done_over_the_time_it_took_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

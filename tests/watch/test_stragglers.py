@@ -18,7 +18,7 @@ def named(windows: list[list[Pace]]) -> list[Straggler]:
     return [each for paces in windows for each in judge.judge(paces)]
 
 
-def one_slow(size: int, rank: int, **changed: float) -> list[Pace]:
+def one_slow(size: int, rank: int, **changed: Any) -> list[Pace]:
     return [replace(USUAL, **changed) if each == rank else USUAL for each in range(size)]
 
 
