@@ -111,7 +111,7 @@ def test_a_style_splits_the_module_that_it_stands_for(alone: None) -> None:
             with torch.no_grad():
                 weight = modules.parameters_of(module)["weight"]
                 assert weight is not None
-                weight *= 2
+                weight.mul_(2)
             return module
 
     model: Any = nn.Sequential(nn.Linear(2, 2))
