@@ -38,7 +38,7 @@ class Trained:
         self.optimizer = kind(self.model.parameters(), **SETTINGS)
         _make_state(self.optimizer)
         if isinstance(self.optimizer, LowPrecisionAdamW):
-            self.optimizer.narrow = self.narrow
+            self.optimizer.copies = self.narrow
 
     def step(self, seed: int, *, scale: float | None = None, found: float = 0.0) -> None:
         rows = torch.randn(32, 8, generator=torch.Generator().manual_seed(seed))

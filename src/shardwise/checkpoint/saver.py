@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.state import OnPhase, stage_from, write_staged
 from shardwise.checkpoint.store import CheckpointStore
-from shardwise.checkpoint.tensors import Stage
+from shardwise.checkpoint.tensors import StagingBuffer
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
@@ -66,7 +66,7 @@ class Saver:
         self._alive, self._patience = alive, patience
         # Collectives of a thread and of training may not share connections: they would answer each other (torch 2.13).
         self._apart = world.apart()
-        self._stage = Stage(world.rank, world.device, room)
+        self._stage = StagingBuffer(world.rank, world.device, room)
         self.on_phase: OnPhase = lambda phase: None
         """Called by the thread that writes. What it raises keeps the checkpoint from being made."""
         self._watched: torch.optim.Optimizer | None = None

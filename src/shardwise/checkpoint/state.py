@@ -26,7 +26,7 @@ from shardwise.checkpoint.tensors import (
     Agreed,
     SafeLoadPlanner,
     SafetensorsReader,
-    Stage,
+    StagingBuffer,
     write_files,
     write_index,
 )
@@ -45,7 +45,7 @@ def stage_from(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    stage: Stage,
+    stage: StagingBuffer,
     own: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Copy what this rank has to write. All ranks agree who writes what; training may go on when this returns, up to the
@@ -72,7 +72,7 @@ def stage_from(
 
 
 def write_staged(
-    stage: Stage,
+    stage: StagingBuffer,
     step: int,
     about: dict[str, Any],
     store: CheckpointStore,
@@ -84,7 +84,7 @@ def write_staged(
     aside = Path(_on_first(world, "prepare the checkpoint folder", lambda: str(store.begin(step))))
     files: dict[str, FileEntry] = {}
     problem = ""
-    stage.settle()
+    stage.finish_copies()
     try:
         on_phase("write")
         files = write_files(aside, stage.files, lambda: on_phase("flush"))
@@ -202,11 +202,11 @@ def _each_once(parts: Iterable[list[str]]) -> list[str]:
 
 
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
-    shelf = SafetensorsReader(path)
-    shelf.read_metadata()  # here, because what is wrong with it would be lost in load (torch 2.11)
+    reader = SafetensorsReader(path)
+    reader.read_metadata()  # here, because what is wrong with it would be lost in load (torch 2.11)
     try:
         with _quiet():
-            load(state, storage_reader=shelf, planner=SafeLoadPlanner(), no_dist=not world.connected)
+            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not world.connected)
     except (CheckpointException, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "

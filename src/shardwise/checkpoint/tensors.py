@@ -1,6 +1,6 @@
 """Tensors in files: safetensors, so that nothing in a checkpoint can be executed, and an index in JSON.
 
-Saving has two halves. `Stage` copies what this rank has to write into memory of its own: that is all that training waits
+Saving has two halves. `StagingBuffer` copies what this rank has to write into memory of its own: that is all that training waits
 for. `write_files` puts it on disk, in threads, while training goes on. Who writes what, and who reads which part of what
 others wrote, is planned by torch.distributed.checkpoint.
 """
@@ -83,7 +83,7 @@ class Agreed:
     given: SavePlan
 
 
-class Stage(StorageWriter):
+class StagingBuffer(StorageWriter):
     """What this rank has to write, copied into memory of its own. The memory is kept for the next time.
 
     Out of a GPU, the copies run beside training, in pinned memory. What an optimizer step changes may be copied until then:
@@ -125,7 +125,7 @@ class Stage(StorageWriter):
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
-    def settle(self) -> None:
+    def finish_copies(self) -> None:
         """Wait until everything is copied."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
 from shardwise.data.order import Cursor, GlobalOrder, Indices, cut
-from shardwise.data.packing import Packed, pack, unpack
 from shardwise.data.seeding import generators_kept, seed_host
+from shardwise.data.tensor_bundle import TensorBundle, bundle, unbundle
 from shardwise.errors import DataError
 
 
@@ -162,7 +162,7 @@ class Loaded:
     def pin_memory(self) -> Loaded:
         pinned = (
             self.inputs.pin_memory()
-            if isinstance(self.inputs, Packed)
+            if isinstance(self.inputs, TensorBundle)
             else _map_tensors(self.inputs, lambda tensor: tensor.pin_memory())
         )
         return replace(self, inputs=pinned)
@@ -195,7 +195,7 @@ class Reader:
 
     def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:
         """From what every worker made of its piece of each."""
-        inputs = [self._taken_apart(piece.sizes, unpack(piece.inputs)) for piece in pieces]
+        inputs = [self._taken_apart(piece.sizes, unbundle(piece.inputs)) for piece in pieces]
         micro = []
         for position, request in enumerate(requests):
             filled = [each[position] for each, piece in zip(inputs, pieces, strict=True) if piece.sizes[position]]
@@ -368,7 +368,7 @@ class _Source(Dataset[Loaded | DataError]):
     def __getitem__(self, work: Work) -> Loaded | DataError:
         try:
             loaded = self.reader.read(work)
-            return replace(loaded, inputs=pack(loaded.inputs)) if get_worker_info() is not None else loaded
+            return replace(loaded, inputs=bundle(loaded.inputs)) if get_worker_info() is not None else loaded
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
 

@@ -39,7 +39,7 @@ def build_parts(
     strategy.wrap(spec, plan.layout)
     lr = resolve_learning_rate(training, plan.batching.global_batch)
     precision = Precision(training.precision, world.device.type)
-    precision.settle()
+    precision.set_backends()
     scaler = precision.scaler()
     from_copies = strategy.regions is not None and not scaler.is_enabled() and not strategy.shards_optimizer
     optimizer = build_optimizer(

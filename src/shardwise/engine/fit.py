@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardwise.config import Config
 from shardwise.engine.batch_size import found_before
-from shardwise.engine.monitor import Monitor, Outcome
+from shardwise.engine.monitor import FitResult, Monitor
 from shardwise.engine.session import Session
 from shardwise.engine.shutdown import Stop, Stopped
 from shardwise.errors import CheckpointError
@@ -29,7 +29,7 @@ def fit(
     stop: Stop | None = None,
     elastic: bool = False,
     fallback_checkpoint: str | None = None,
-) -> Outcome:
+) -> FitResult:
     """Train as the config says. Called by every rank.
 
     `fallback_checkpoint`: a checkpoint of another folder, to begin with where the run has none of its own yet.

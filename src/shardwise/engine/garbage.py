@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def garbage_kept_small() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     try:

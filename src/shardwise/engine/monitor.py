@@ -29,7 +29,7 @@ MUCH_WAITING = 0.1
 
 
 @dataclass
-class Outcome:
+class FitResult:
     folder: Path
     steps: int
     stopped: bool
@@ -88,7 +88,7 @@ class Monitor(Observer):
             self.console.say(session.plan.found_how)
         if said := session.startup.sentence():
             self.console.say(said)
-        self._mind_the_batch_norm()
+        self._warn_of_batch_norm()
         for sentence in session.strategy.notes(batching.accumulation):
             self.console.say(sentence)
         if resumed is not None:
@@ -121,7 +121,7 @@ class Monitor(Observer):
             self._unread.append(result)
         self._idle += result.times.get("idle", 0.0)
         self._computing += result.times.get("compute", 0.0)
-        self._mind_the_compiler()
+        self._tell_compiling()
         done, every = session.steps_done, session.config.training.log_every_n_steps
         if result.skipped:
             what = result.trouble or "gradient not finite, as fp16 finds its loss scale"
@@ -171,7 +171,7 @@ class Monitor(Observer):
         self.console.say(self._line(done, record))
         for each in slow:
             self.console.say(f"warning: step {done}: {each.sentence()}")
-        self._mind_the_data(done, record["data_wait_share"])
+        self._warn_of_waiting(done, record["data_wait_share"])
 
     def _went_back(self, result: StepResult) -> None:
         """The steps since the checkpoint come again: what was logged of them must not stand there twice."""
@@ -208,11 +208,11 @@ class Monitor(Observer):
         yield
         self.rates.pause(time.perf_counter() - began)
 
-    def end(self, stopped: bool) -> Outcome:
+    def end(self, stopped: bool) -> FitResult:
         for tracker in self.trackers:
             tracker.close()
         self.console.say(self._goodbye() if stopped else self._summary())
-        return Outcome(self.folder.path, self.session.steps_done, stopped, self.before, self.after)
+        return FitResult(self.folder.path, self.session.steps_done, stopped, self.before, self.after)
 
     def _goodbye(self) -> str:
         return f"stopped before step {self.session.steps_done + 1}. Go on with:  {user_command()} --resume auto"
@@ -255,7 +255,7 @@ class Monitor(Observer):
         parts.append(f"ETA {clock(self.rates.seconds_left(total - step))}")
         return "  ".join(parts)
 
-    def _mind_the_compiler(self) -> None:
+    def _tell_compiling(self) -> None:
         """Compilation is told apart: it is no training time."""
         regions = self.session.strategy.regions
         if regions is None or regions.seconds == self._compiling:
@@ -265,7 +265,7 @@ class Monitor(Observer):
         if regions.problem is None:
             self.console.say(f"compiled {len(regions.blocks)} part(s) of the model in {took:.1f} s")
 
-    def _mind_the_batch_norm(self) -> None:
+    def _warn_of_batch_norm(self) -> None:
         model, world = self.session.strategy.module, self.session.world
         if not has_batch_norm(model):
             return
@@ -284,7 +284,7 @@ class Monitor(Observer):
                 "numbers depend on how many ranks there are; running statistics are rank 0's"
             )
 
-    def _mind_the_data(self, step: int, share: float) -> None:
+    def _warn_of_waiting(self, step: int, share: float) -> None:
         """Said once. The first step is left out: it includes the start of the workers."""
         if share <= MUCH_WAITING or step == 1 or self._said_wait:
             return

@@ -42,7 +42,7 @@ def build_optimizer(
     optimizer = make(kind, groups, {"lr": lr, **settings})
     _make_state(local_part(optimizer))
     if isinstance(optimizer, LowPrecisionAdamW):
-        optimizer.narrow = copies
+        optimizer.copies = copies
     return optimizer
 
 

@@ -15,7 +15,7 @@ class Precision:
     name: str
     device_type: str
 
-    def settle(self) -> None:
+    def set_backends(self) -> None:
         """32-true means fp32: by default PyTorch lets cuDNN round the inputs of convolutions to ten binary digits (TF32)."""
         if self.name == "32-true" and self.device_type == "cuda":
             torch.backends.cudnn.allow_tf32 = False

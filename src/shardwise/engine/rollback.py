@@ -13,7 +13,7 @@ from shardwise.errors import LossSpike, NonFiniteError
 def go_back(run: Run, batch: StepBatch, result: StepResult) -> None:
     """Every rank comes here together. Each rollback leaves out one global batch more, so that the run gets past it."""
     limit = run.config.training.max_rollbacks
-    error = LossSpike if result.verdict and result.verdict.what == "spike" else NonFiniteError
+    error = LossSpike if result.decision and result.decision.what == "spike" else NonFiniteError
     skipped_batches = sorted({*run.state.skipped_batches, position_of(batch, len(run.train_data))})
     if len(skipped_batches) > limit:
         raise error(

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint.state import local_part
 from shardwise.engine.forward_timer import ForwardTimer
-from shardwise.engine.loss_guard import Losses, Verdict, blame, own_bad_loss, stop_because
+from shardwise.engine.loss_guard import Decision, Losses, blame, own_bad_loss, stop_because
 from shardwise.engine.parts import Parts
 from shardwise.engine.step_result import StepResult
 
@@ -51,8 +51,8 @@ def _read_later(parts: Parts, result: StepResult, on_device: torch.Tensor, passe
         if not math.isfinite(loss_sum):
             result.bad_loss = own_bad_loss(parts, result, passes)
         if not math.isfinite(norm):  # on every rank
-            verdict = Verdict("nonfinite", "stop")
-            raise stop_because(result.step, verdict, blame(parts, verdict, own_bad_loss(parts, result, passes)))
+            decision = Decision("nonfinite", "stop")
+            raise stop_because(result.step, decision, blame(parts, decision, own_bad_loss(parts, result, passes)))
         return done_before
 
     result.awaited = wait

@@ -36,7 +36,7 @@ from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.build import build_parts
 from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse_another_run, rehearse
 from shardwise.engine.evaluate import run_evaluation
-from shardwise.engine.garbage import garbage_kept_small
+from shardwise.engine.garbage import gc_frozen
 from shardwise.engine.graphs import Graphs
 from shardwise.engine.loss_guard import nonfinite_before
 from shardwise.engine.observers import Observer, Rehearsal, all_observers
@@ -270,7 +270,7 @@ class Session:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         for rehearsal in self._rehearsals:
             rehearsal.before_first_batch(self)
-        with garbage_kept_small():
+        with gc_frozen():
             while self.steps_done < self.total_steps:
                 self._went_back = False
                 loader = self._loader()

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.engine.forward_timer import ForwardTimer
 from shardwise.engine.loss_guard import (
+    Decision,
     Losses,
     LossHistory,
-    Verdict,
     blame,
     judge,
     own_bad_loss,
@@ -42,15 +42,15 @@ def update_or_skip(parts: Parts, result: StepResult, norm: torch.Tensor, passes:
     result.times["forward"] = passes.timer.seconds()
     if training.watches_loss and passes.global_count:
         result.loss = parts.world.sum(loss_sum)[0] / passes.global_count
-    verdict = judge(training, norm_seen, result.loss, losses, scaled=scaler.is_enabled())
-    result.skipped = not math.isfinite(norm_seen) or verdict is not None
+    decision = judge(training, norm_seen, result.loss, losses, scaled=scaler.is_enabled())
+    result.skipped = not math.isfinite(norm_seen) or decision is not None
     if not math.isfinite(loss_sum):
         result.bad_loss = own_bad_loss(parts, result, passes)
-    if verdict is not None:
-        blamed = blame(parts, verdict, own_bad_loss(parts, result, passes, verdict.limit))
-        if verdict.act == "stop":
-            raise stop_because(result.step, verdict, blamed)
-        result.verdict, result.trouble = verdict, what_happened(verdict, blamed)
+    if decision is not None:
+        blamed = blame(parts, decision, own_bad_loss(parts, result, passes, decision.limit))
+        if decision.act == "stop":
+            raise stop_because(result.step, decision, blamed)
+        result.decision, result.trouble = decision, what_happened(decision, blamed)
     if result.skipped:
         _leave_as_it_was(parts, passes, finite=math.isfinite(norm_seen))
         _stop_if_hopeless(parts, result, passes)
@@ -76,5 +76,5 @@ def _leave_as_it_was(parts: Parts, passes: Passes, *, finite: bool) -> None:
 def _stop_if_hopeless(parts: Parts, result: StepResult, passes: Passes) -> None:
     if parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
         mine = result.bad_loss or own_bad_loss(parts, result, passes)
-        hopeless = Verdict("nonfinite", "stop")
+        hopeless = Decision("nonfinite", "stop")
         raise stop_because(result.step, hopeless, blame(parts, hopeless, mine))

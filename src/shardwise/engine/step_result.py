@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shardwise.engine.loss_guard import BadLoss, Verdict
+from shardwise.engine.loss_guard import BadLoss, Decision
 
 
 @dataclass
@@ -18,7 +18,7 @@ class StepResult:
     """A rank asked to stop, so all left this step undone."""
     skipped: bool = False
     """The numbers were bad, so no weight was changed."""
-    verdict: Verdict | None = None
+    decision: Decision | None = None
     """What was bad, where that is more than how fp16 finds its loss scale, and what is done about it."""
     trouble: str = ""
     """What was bad and on which samples, in a sentence."""
@@ -70,4 +70,4 @@ class StepResult:
     @property
     def rollback(self) -> bool:
         """The run goes back to its last checkpoint."""
-        return self.verdict is not None and self.verdict.act == "rollback"
+        return self.decision is not None and self.decision.act == "rollback"

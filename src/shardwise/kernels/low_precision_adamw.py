@@ -1,8 +1,8 @@
-"""AdamW of large matrices in one pass, from the gradients of narrow copies.
+"""AdamW of large matrices in one pass, from the gradients of low-precision copies.
 
-PyTorch's fused AdamW wants gradients in the type of the weights, so those of narrow copies are cast first, and written once more
-when they are clipped. Here each number is read once and written once: 26 bytes per weight instead of 38 and six. State, names and
-checkpoints are AdamW's.
+PyTorch's fused AdamW wants gradients in the type of the weights, so those of low-precision copies are cast first, and written
+once more when they are clipped. Here each number is read once and written once: 26 bytes per weight instead of 38 and six.
+State, names and checkpoints are AdamW's.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class LowPrecisionAdamW(torch.optim.AdamW):
-    """`narrow` is given after the state is made; until then, and for small weights, it is PyTorch's."""
+    """`copies` are given after the state is made; until then, and for small weights, it is PyTorch's."""
 
-    narrow: LowPrecisionWeights | None = None
+    copies: LowPrecisionWeights | None = None
     compiled = True
     grad_scale: Tensor | None = None
     """What gradients are divided by."""
@@ -38,14 +38,14 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        if self.narrow is None:
+        if self.copies is None:
             super().step(closure)
             return
         large = [(group, weight) for group in self.param_groups for weight in group["params"] if self._is_large(weight)]
-        gradients = {weight: self.narrow.gradient_of(weight) for _, weight in large}
+        gradients = {weight: self.copies.gradient_of(weight) for _, weight in large}
         chosen = [(group, weight) for group, weight in large if gradients[weight] is not None]
         kept = {weight: weight.grad for _, weight in chosen}
-        self.narrow.collect(without=kept.keys())
+        self.copies.collect(without=kept.keys())
         for weight in kept:  # hidden from PyTorch's
             weight.grad = None
         super().step()
@@ -69,12 +69,12 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        if self.narrow is not None:
-            self.narrow.drop()
+        if self.copies is not None:
+            self.copies.drop()
 
     def _is_large(self, weight: nn.Parameter) -> bool:
-        assert self.narrow is not None
-        return weight.numel() >= LARGE and weight.is_contiguous() and self.narrow.has(weight)
+        assert self.copies is not None
+        return weight.numel() >= LARGE and weight.is_contiguous() and self.copies.has(weight)
 
     def _run(self, *given: Any) -> None:
         if self.compiled:

@@ -24,8 +24,8 @@ from shardwise.parallel.weights import (
     broadcast_buffers,
     build_shape,
     cast_parameters,
+    low_precision_dtype,
     materialize,
-    narrow_type,
     rank_zero_weights,
     refuse_hidden_parameters,
 )
@@ -84,9 +84,9 @@ def receive(model: nn.Module, weights: Weights, world: World) -> None:
     broadcast_buffers(model, weights.buffers, world)
 
 
-def low_precision_type(spec: ModelSpec, training: Training) -> torch.dtype | None:
+def copies_dtype(spec: ModelSpec, training: Training) -> torch.dtype | None:
     """Of the copies that a whole model computes with; None: it has none."""
-    return narrow_type(training) if spec.low_precision else None
+    return low_precision_dtype(training) if spec.low_precision else None
 
 
 def has_batch_norm(model: nn.Module) -> bool:

@@ -70,7 +70,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
     return model
 
 
-def narrow_type(training: Training) -> torch.dtype | None:
+def low_precision_dtype(training: Training) -> torch.dtype | None:
     """The type that fp32 weights are cast to, to compute with them; None where they are not."""
     return COMPUTE_TYPES[training.precision] if training.precision.endswith("-mixed") else None
 

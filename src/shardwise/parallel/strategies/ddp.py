@@ -19,7 +19,7 @@ from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.compression import PowerSGD, compress, gradient_bytes
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.memory import Remedy, Shortage, short_bytes
-from shardwise.parallel.recipe import ModelSpec, has_synced_batch_norm, low_precision_type, whole_model
+from shardwise.parallel.recipe import ModelSpec, copies_dtype, has_synced_batch_norm, whole_model
 from shardwise.parallel.strategies.fsdp import sharded_instead
 from shardwise.parallel.strategy import Devices, Strategy, strategy_class
 from shardwise.parallel.weights import broadcast_buffers, broadcast_parameters
@@ -73,7 +73,7 @@ class DistributedDataParallelStrategy(Strategy):
         self.layout, world = layout, layout.world
         self.module, self.regions = whole_model(spec, self.training, world)
         broadcast_buffers(self.module, dict(self.module.named_buffers()), world)
-        dtype = low_precision_type(spec, self.training)
+        dtype = copies_dtype(spec, self.training)
         if dtype and _reaches_masters(self.options):
             broadcast_parameters(self.module, world)  # DDP will see the copies only
             self.low_precision = LowPrecisionWeights(self.module, dtype)

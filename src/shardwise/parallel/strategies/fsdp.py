@@ -29,7 +29,7 @@ from shardwise.parallel.memory import (
 )
 from shardwise.parallel.recipe import ModelSpec, receive, shape_and_weights, tuned
 from shardwise.parallel.strategy import Strategy
-from shardwise.parallel.weights import materialize, narrow_type
+from shardwise.parallel.weights import low_precision_dtype, materialize
 
 
 class FullyShardedDataParallel(Strategy):
@@ -176,7 +176,7 @@ def offloaded(shortage: Shortage) -> Remedy:
 def shard(model: nn.Module, blocks: list[nn.Module], options: Fsdp, training: Training, layout: Layout) -> None:
     """Each block is a unit that is gathered when it computes; all else forms the outermost unit."""
     policy = MixedPrecisionPolicy(
-        param_dtype=narrow_type(training), reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
+        param_dtype=low_precision_dtype(training), reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
     )
     offload = (
         CPUOffloadPolicy(pin_memory=layout.world.device.type == "cuda") if options.cpu_offload else OffloadPolicy()

@@ -8,7 +8,7 @@ from shardwise.kernels.low_precision_weights import LowPrecisionWeights
 from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.layout import Layout
 from shardwise.parallel.memory import Remedy, Shortage
-from shardwise.parallel.recipe import ModelSpec, low_precision_type, whole_model
+from shardwise.parallel.recipe import ModelSpec, copies_dtype, whole_model
 from shardwise.parallel.strategies.fsdp import sharded_instead
 from shardwise.parallel.strategy import Strategy
 
@@ -29,6 +29,6 @@ class Single(Strategy):
         self.layout = layout
         self.module, self.regions = whole_model(spec, self.training, layout.world)
         self.model = self.module
-        if dtype := low_precision_type(spec, self.training):
+        if dtype := copies_dtype(spec, self.training):
             self.low_precision = LowPrecisionWeights(self.module, dtype)
             self.low_precision.collect_as_they_come()

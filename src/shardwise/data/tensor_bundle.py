@@ -16,13 +16,13 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Packed:
+class TensorBundle:
     buffer: Tensor
     places: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     """Of every tensor its type, its shape and where it begins in the buffer."""
 
-    def pin_memory(self) -> Packed:
-        return Packed(self.buffer.pin_memory(), self.places)
+    def pin_memory(self) -> TensorBundle:
+        return TensorBundle(self.buffer.pin_memory(), self.places)
 
     def unpacked(self) -> dict[str, Tensor]:
         """Views of the buffer."""
@@ -33,7 +33,7 @@ class Packed:
         return tensors
 
 
-def pack(batch: Any) -> Any:
+def bundle(batch: Any) -> Any:
     """A dict of tensors in one buffer; anything else as it is."""
     if not isinstance(batch, dict) or not all(isinstance(value, Tensor) for value in batch.values()):
         return batch
@@ -42,11 +42,11 @@ def pack(batch: Any) -> Any:
         places[name] = (tensor.dtype, tuple(tensor.shape), end)
         end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(end, dtype=torch.uint8)
-    packed = Packed(buffer, places)
+    packed = TensorBundle(buffer, places)
     for name, place in packed.unpacked().items():
         place.copy_(batch[name])
     return packed
 
 
-def unpack(batch: Any) -> Any:
-    return batch.unpacked() if isinstance(batch, Packed) else batch
+def unbundle(batch: Any) -> Any:
+    return batch.unpacked() if isinstance(batch, TensorBundle) else batch
