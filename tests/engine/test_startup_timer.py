@@ -30,9 +30,9 @@ def test_laps_add_up_and_a_short_start_is_not_worth_a_line(monkeypatch: pytest.M
 def test_what_a_program_did_before_counts_as_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_timer, "age_of", lambda pid: 7.0)
     start = StartupTimer()
-    start.seconds = {"meeting": 2.0}
+    start.seconds = {"rendezvous": 2.0}
     start.of_a_program()
-    assert start.seconds == {"imports": 5.0, "meeting": 2.0}
+    assert start.seconds == {"imports": 5.0, "rendezvous": 2.0}
     assert next(iter(start.seconds)) == "imports"
 
 

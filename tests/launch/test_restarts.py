@@ -277,10 +277,10 @@ def test_numbers_of_machines() -> None:
             node_range(wrong)
 
 
-def test_a_machine_is_reached_by_the_address_that_leads_to_the_meeting_point() -> None:
+def test_a_machine_is_reached_by_the_address_that_leads_to_the_rendezvous_address() -> None:
     own = Nodes(1, 2, "127.0.0.1:29400", "job")
-    assert own.address == "127.0.0.1" and own.interface == "lo" and own.keeps_the_meeting_point is None
-    assert Nodes(1, 2, "127.0.0.1:29400", "job", keeps=True).keeps_the_meeting_point is True
+    assert own.address == "127.0.0.1" and own.interface == "lo" and own.hosts_rendezvous is None
+    assert Nodes(1, 2, "127.0.0.1:29400", "job", keeps=True).hosts_rendezvous is True
     with pytest.raises(LaunchError, match=r"nowhere[.]invalid is not known"):
         _ = Nodes(1, 2, "nowhere.invalid:29400", "job").address
 

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="where the machines of --nodes meet")
     parser.add_argument(
-        "--node-host", action="store_true", help="this machine keeps the meeting point; default: the one named so"
+        "--node-host", action="store_true", help="this machine hosts the rendezvous; default: the one named so"
     )
 
 

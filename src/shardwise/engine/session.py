@@ -95,7 +95,7 @@ class Session:
         self._went_back = False
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
-        self.startup.lap("meeting")
+        self.startup.lap("rendezvous")
 
     # What follows from what it holds.
 

@@ -88,7 +88,7 @@ def run_ranks(
                 result = agent.run()
             except RendezvousConnectionError as error:
                 raise LaunchError(
-                    f"the meeting point {nodes.endpoint if nodes else scratch} does not answer"
+                    f"the rendezvous {nodes.endpoint if nodes else scratch} does not answer"
                 ) from error
             except RendezvousError as error:
                 raise LaunchError(f"the machines did not come together: {error}") from error
@@ -115,7 +115,7 @@ def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch
             nodes.least,
             nodes.most,
             local_addr=nodes.address,
-            **({} if (host := nodes.keeps_the_meeting_point) is None else {"is_host": str(host).lower()}),
+            **({} if (host := nodes.hosts_rendezvous) is None else {"is_host": str(host).lower()}),
         )
     try:
         handler = meet(where)

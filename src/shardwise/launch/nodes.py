@@ -21,7 +21,7 @@ class Nodes:
     job: str
     """The same on all machines of a job."""
     keeps: bool = False
-    """This machine was told to keep the meeting point."""
+    """This machine was told to host the rendezvous."""
 
     @property
     def is_loopback(self) -> bool:
@@ -32,20 +32,20 @@ class Nodes:
         return self.endpoint.rpartition(":")[0]
 
     @property
-    def keeps_the_meeting_point(self) -> bool | None:
+    def hosts_rendezvous(self) -> bool | None:
         """None: whoever of those on this machine comes first."""
         if self.keeps:
             return True
-        return None if self.is_loopback else self.address == self._meeting_point[0]
+        return None if self.is_loopback else self.address == self._rendezvous_address[0]
 
     @property
     def address(self) -> str:
-        """Of this machine, as the others reach it: the one by which it reaches the meeting point. Its name need not resolve."""
+        """Of this machine, as the others reach it: the one by which it reaches the rendezvous. Its name need not resolve."""
         if self.is_loopback:
             return "127.0.0.1"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
             try:
-                probe.connect(self._meeting_point)
+                probe.connect(self._rendezvous_address)
             except OSError as error:
                 raise LaunchError(f"--rendezvous {self.endpoint}: there is no way to it: {error.strerror}") from None
             return str(probe.getsockname()[0])
@@ -56,7 +56,7 @@ class Nodes:
         return next((name for _, name in socket.if_nameindex() if _address_of(name) == self.address), None)
 
     @property
-    def _meeting_point(self) -> tuple[str, int]:
+    def _rendezvous_address(self) -> tuple[str, int]:
         host, _, port = self.endpoint.rpartition(":")
         try:
             return socket.gethostbyname(host), int(port)

@@ -53,7 +53,7 @@ class Node(NodeDesc):
     """A launcher, among those that meet."""
 
     came: int
-    """Its turn: how many had come when it had; 0: it keeps the meeting point."""
+    """Its turn: how many had come when it had; 0: it hosts the rendezvous."""
 
     def __lt__(self, other: NodeDesc) -> bool:
         return isinstance(other, Node) and self.came < other.came
