@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.launch.server import hearing
+from shardwise.launch.server import unblock_stop_signals
 
 PRELOAD = [
     "tests.distributed.work",
@@ -158,7 +158,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    hearing()  # the server may be a launcher's, which a test has started in this process before
+    unblock_stop_signals()  # the server may be a launcher's, which a test has started in this process before
     torch.set_num_threads(1)
     for number in itertools.count(1):
         try:

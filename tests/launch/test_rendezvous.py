@@ -9,17 +9,17 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from shardwise.launch.rendezvous import Meeting, Node, meet
+from shardwise.launch.rendezvous import Node, Rendezvous
 
 
 @pytest.fixture
-def meeting(tmp_path: Path) -> Meeting:
-    return meet(RendezvousParameters("c10d", str(tmp_path / "store"), "job", 1, 1, store_type="file"))
+def meeting(tmp_path: Path) -> Rendezvous:
+    return join_rendezvous(RendezvousParameters("c10d", str(tmp_path / "store"), "job", 1, 1, store_type="file"))
 
 
 @pytest.mark.slow
 def test_whoever_asks_is_not_held_up_by_a_cut_link_and_the_late_answer_counts(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, link, asked = meeting._state_holder, Event(), []
 
@@ -36,7 +36,7 @@ def test_whoever_asks_is_not_held_up_by_a_cut_link_and_the_late_answer_counts(
     assert meeting.num_nodes_waiting() == 1 and len(asked) == 2
 
 
-def test_an_error_reaches_the_one_who_asked(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_reaches_the_one_who_asked(meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
     def sync() -> None:
         raise RendezvousConnectionError("it is gone")
 
@@ -47,7 +47,7 @@ def test_an_error_reaches_the_one_who_asked(meeting: Meeting, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_machines_join_only_when_the_last_question_is_answered(
-    meeting: Meeting, monkeypatch: pytest.MonkeyPatch
+    meeting: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answer, which is of before, would otherwise overwrite what is known meanwhile."""
     holder, answered = meeting._state_holder, Event()
@@ -71,7 +71,7 @@ def test_who_came_first_is_first_whatever_its_address_and_number(tmp_path: Path)
         where = RendezvousParameters(
             "c10d", str(tmp_path / "store"), "job", 1, 4, local_addr=address, store_type="file", **keeps
         )
-        node = meet(where)._this_node
+        node = join_rendezvous(where)._this_node
         assert isinstance(node, Node)
         return node
 

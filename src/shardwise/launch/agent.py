@@ -114,7 +114,7 @@ class Agent(ElasticAgent):
         group.spec.args = (job.entry, job.args, str(self.scratch), self._attempt)
         self._attempt += 1
         log.debug(f"attempt {self._attempt}: the ranks of this machine are started")
-        with ending_well(self._settle_the_dead):
+        with ending_well(self._end_those_who_wait):
             started = super().start_ranks(group)
         if self.asked is not None:  # in between
             self._tell()
@@ -169,7 +169,7 @@ class Agent(ElasticAgent):
 
     # ---------------------------------------------------------------- ranks that end
 
-    def _settle_the_dead(self) -> None:
+    def _end_those_who_wait(self) -> None:
         """Once a rank has died, the others can only wait for it: they get a moment to say so, and are ended."""
         processes = self.processes()
         self._note_ends(processes)

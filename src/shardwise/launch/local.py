@@ -26,7 +26,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
-from shardwise.launch.rendezvous import meet
+from shardwise.launch.rendezvous import join_rendezvous
 from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
@@ -87,9 +87,7 @@ def run_ranks(
             try:
                 result = agent.run()
             except RendezvousConnectionError as error:
-                raise LaunchError(
-                    f"the rendezvous {nodes.endpoint if nodes else scratch} does not answer"
-                ) from error
+                raise LaunchError(f"the rendezvous {nodes.endpoint if nodes else scratch} does not answer") from error
             except RendezvousError as error:
                 raise LaunchError(f"the machines did not come together: {error}") from error
             finally:
@@ -118,7 +116,7 @@ def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch
             **({} if (host := nodes.hosts_rendezvous) is None else {"is_host": str(host).lower()}),
         )
     try:
-        handler = meet(where)
+        handler = join_rendezvous(where)
     except RendezvousConnectionError as error:
         raise LaunchError(
             f"--rendezvous {where.endpoint}: nobody answers there. Start the machine of that name first, or give it --node-host"

@@ -7,12 +7,12 @@ import io
 import json
 import os
 
-from shardwise.launch.server import LAUNCHER, REHEARSED, deaf, die_with
+from shardwise.launch.server import LAUNCHER, REHEARSED, block_stop_signals, die_with
 
 # The ranks hold the pipe by which the server would notice that its launcher is gone, so the kernel has to see to it.
 if _launcher := os.environ.pop(LAUNCHER, None):
     die_with(int(_launcher))
-    deaf()
+    block_stop_signals()
 
 import torch
 

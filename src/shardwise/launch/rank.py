@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import ATTEMPT
-from shardwise.launch.server import die_with, hearing
+from shardwise.launch.server import die_with, unblock_stop_signals
 from shardwise.watch.console import follow_log_level
 from shardwise.watch.failures import record_failure
 from shardwise.watch.heartbeats import Phase, beat, begin_heartbeats, end_heartbeats
@@ -27,7 +27,7 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
     from shardwise.launch import preload
 
     die_with(preload.server)
-    hearing()
+    unblock_stop_signals()
     os.environ[ATTEMPT] = str(attempt)
     follow_log_level()
     rank = int(os.environ["RANK"])

@@ -33,7 +33,7 @@ KEEP_ALIVE = timedelta(seconds=2)
 """A machine that is gone is missed after three times as long."""
 
 
-def meet(where: RendezvousParameters) -> Meeting:
+def join_rendezvous(where: RendezvousParameters) -> Rendezvous:
     backend, store = create_backend(where)
     came = 0 if where.get_as_bool("is_host") else store.add(f"shardwise.{where.run_id}.came", 1)
     node = Node(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
@@ -45,7 +45,7 @@ def meet(where: RendezvousParameters) -> Meeting:
         keep_alive_interval=KEEP_ALIVE,
         keep_alive_max_attempt=3,
     )
-    return Meeting(node, settings, backend.name, store, RendezvousStateHolder(backend, settings))
+    return Rendezvous(node, settings, backend.name, store, RendezvousStateHolder(backend, settings))
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Node(NodeDesc):
         return isinstance(other, Node) and self.came < other.came
 
 
-class Meeting(DynamicRendezvousHandler):
+class Rendezvous(DynamicRendezvousHandler):
     _question: _Question | None = None
     """One that has not been answered yet."""
 

@@ -51,12 +51,12 @@ ASKING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 """Signals by which a run is asked to leave. A scheduler may send them to every process of a job."""
 
 
-def deaf() -> None:
+def block_stop_signals() -> None:
     """The server does not hear them: it would die, and every rank with it, unsaved. Its ranks inherit that."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
 
 
-def hearing() -> None:
+def unblock_stop_signals() -> None:
     """A rank, again, does."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 

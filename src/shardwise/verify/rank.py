@@ -19,7 +19,7 @@ from shardwise.config import load_config
 from shardwise.config.load import load_task_class
 from shardwise.engine.session import Session
 from shardwise.errors import LaunchError
-from shardwise.launch.server import die_with, hearing
+from shardwise.launch.server import die_with, unblock_stop_signals
 from shardwise.verify.dropout import switch_off_dropout
 from shardwise.verify.job import Job, environment_for
 from shardwise.verify.recorder import Finished, Recorder
@@ -28,7 +28,7 @@ from shardwise.watch.failures import record_failure
 
 def rank_main(job: Job, rank: int, port: int, environ: dict[str, str], folder: str) -> None:
     """Called in a process of its own."""
-    hearing()
+    unblock_stop_signals()
     die_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its ranks
     os.environ.clear()
