@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from shardwise.launch.rendezvous import Node, Rendezvous
+from shardwise.launch.rendezvous import Node, Rendezvous, join_rendezvous
 
 
 @pytest.fixture
