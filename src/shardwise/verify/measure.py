@@ -48,7 +48,6 @@ class Curve:
     norms: list[float]
     rates: list[float]
     ids: list[list[int]]
-    skipped: list[bool]
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
@@ -59,7 +58,6 @@ class Curve:
             [row["grad_norm"] for row in first],
             [row["lr"] for row in first],
             [sorted(index for row in rows for index in row["ids"]) for rows in together],
-            [row["skipped"] for row in first],
         )
 
 
@@ -103,7 +101,7 @@ def weights_apart(
     return found
 
 
-def same_at_first(one: Run, other: Run, precision: str) -> bool:
+def same_at_first(one: Figures, other: Figures, precision: str) -> bool:
     """Whether the gradients of the first step are those of the other, as far as the type has digits."""
     return all(gap < 10 * floor_of(precision) for gap in gradients_apart(one.gradients, other.gradients).values())
 
@@ -121,7 +119,9 @@ class Tolerance:
     """Of the gradients: the figure that tells whether anything can be proved at all."""
 
     @classmethod
-    def measured(cls, reference: Run, others: Sequence[Run], precision: str, start: Mapping[str, Tensor]) -> Tolerance:
+    def measured(
+        cls, reference: Figures, others: Sequence[Figures], precision: str, start: Mapping[str, Tensor]
+    ) -> Tolerance:
         floor, factor = floor_of(precision), NARROW_FACTOR if is_narrow(precision) else FACTOR
         losses = [apart(a, b) for o in others for a, b in zip(o.curve.losses, reference.curve.losses, strict=False)]
         norms = [apart(a, b) for o in others for a, b in zip(o.curve.norms, reference.curve.norms, strict=False)]
@@ -146,10 +146,9 @@ def _by_parameter(noise: list[dict[str, float]], floor: float, factor: float, *,
 
 
 @dataclass
-class Run:
+class Figures:
     """The figures of one group of ranks, put together."""
 
-    name: str
     curve: Curve
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
