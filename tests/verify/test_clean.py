@@ -139,7 +139,9 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(tmp_path: Path) -> N
     }.items():
         with pytest.raises(ConfigError, match=message):
             verify(config, **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"2 ranks: .*set training.gradient_accumulation to 2"):
+    with pytest.raises(
+        ConfigError, match=r"on 2 stages cannot take 1 micro-batch.*set training.gradient_accumulation to 2"
+    ):
         verify(config, strategy="pipeline", overrides=["training.gradient_accumulation=1"])
     with pytest.raises(ConfigError, match="there is no program"):
         verify(tmp_path / "absent.py")

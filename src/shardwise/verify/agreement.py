@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
@@ -10,6 +11,8 @@ from shardwise.verify.formatting import listed
 from shardwise.verify.groups import GroupResult
 from shardwise.verify.probe import Probe
 from shardwise.verify.report import Check, Finding, failed, noted, passed
+
+_passed, _noted, _failed = partial(passed, "agreement"), partial(noted, "agreement"), partial(failed, "agreement")
 
 
 def check_agreement(ranks: GroupResult, probe: Probe) -> list[Check]:
@@ -29,7 +32,7 @@ def _weights(ranks: GroupResult) -> Iterator[Check]:
         yield _failed("weights", Finding(Cause.SOME_RANKS_UPDATE, text, different[0], rank, steps))
         return
     same = f"{len(first)} parameters are the same on all {len(ranks.ranks)} ranks, bit for bit"
-    yield passed("agreement", "weights", same)
+    yield _passed("weights", same)
 
 
 def _buffers(ranks: GroupResult) -> Iterator[Check]:
@@ -42,7 +45,7 @@ def _buffers(ranks: GroupResult) -> Iterator[Check]:
         return
     if first:
         same = f"{len(first)} running buffers are the same on all ranks when they are saved"
-        yield passed("agreement", "buffers", same)
+        yield _passed("buffers", same)
 
 
 def _own_buffers(ranks: GroupResult, probe: Probe) -> Iterator[Check]:
@@ -71,7 +74,7 @@ def _own_buffers(ranks: GroupResult, probe: Probe) -> Iterator[Check]:
     text += (
         f". No gradient depends on it; what is evaluated with and saved is rank {holder}'s, of its own samples alone"
     )
-    yield noted("agreement", "running buffers", text)
+    yield _noted("running buffers", text)
 
 
 def _same_at_the_start(ranks: GroupResult) -> set[str]:
@@ -107,8 +110,4 @@ def _branches(ranks: GroupResult) -> Iterator[Check]:
             return
     skipped = sum(row["skipped"] for row in first)
     text = f"{len(first)} steps on every rank, {skipped} skipped; every collective was matched by all ranks "
-    yield passed("agreement", "branches", f"{text}(TORCH_DISTRIBUTED_DEBUG=DETAIL)")
-
-
-def _failed(name: str, finding: Finding) -> Check:
-    return failed("agreement", name, finding)
+    yield _passed("branches", f"{text}(TORCH_DISTRIBUTED_DEBUG=DETAIL)")

@@ -95,9 +95,8 @@ class _Proof:
         if other:
             self._must_be_accepted(other)
 
-        single, in_parts = self._figures(one), self._figures(split)
+        single, in_parts, *repeated = (figures_of(self.results[spec.name]) for spec in (one, split, *again))
         record = self.results[one.name].record()
-        repeated = [self._figures(spec) for spec in again]
         if is_narrow(probe.precision) and not probe.by_batch_norm:
             # In a narrow type every micro-batch rounds its own gradient: one more order of additions, if it is only that.
             repeated += [in_parts] if same_at_first(in_parts, single, probe.precision) else []
@@ -184,9 +183,6 @@ class _Proof:
         begun = any(result.steps) or any(beat.phase > Phase.DATA for beat in beats)
         if error and error.for_user and not begun:
             raise ConfigError(f"{spec.name}: {error.message}")
-
-    def _figures(self, spec: RunSpec) -> Any:
-        return figures_of(self.results[spec.name])
 
     # ---------------------------------------------------------------- the checks
 

@@ -4,6 +4,7 @@ of them is validated on."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from shardwise.verify.contents import contents_of
 from shardwise.verify.report import Check, Finding, failed, noted, passed
 from shardwise.verify.run_spec import RunSpec
 
+_passed, _noted = partial(passed, "coverage"), partial(noted, "coverage")
 EPOCHS = 2
 MOST_SAMPLES = 50_000
 """Of a larger data set, the loader hands out this many from the end of each epoch."""
@@ -104,28 +106,28 @@ def _once(coverage: Coverage, ranks: int) -> Check:
     text = (
         f"{coverage.samples} samples{some}, {coverage.epochs} epochs, over {ranks} rank(s), with {workers} workers each"
     )
-    return passed("coverage", name, text)
+    return _passed(name, text)
 
 
 def _reshuffled(coverage: Coverage) -> Check:
     name = "new order each epoch"
     if coverage.same_order:
         return _failed(name, Cause.NOT_RESHUFFLED, "the second epoch has the samples in the order of the first")
-    return passed("coverage", name, "the second epoch has another order than the first")
+    return _passed(name, "the second epoch has another order than the first")
 
 
 def _disjoint(coverage: Coverage) -> Check:
     name = "validation disjoint"
     train, valid = coverage.compared
     if not valid:
-        return noted("coverage", name, "the task has no validation data")
+        return _noted(name, "the task has no validation data")
     compared = f"{valid} validation samples compared with {train} training samples by the arrays in them"
     if not coverage.overlap:
-        return passed("coverage", name, f"{compared}: none is in both")
+        return _passed(name, f"{compared}: none is in both")
     pairs = ", ".join(f"{held} is training sample {index}" for index, held in coverage.overlap[:3])
     text = f"{compared}: {len(coverage.overlap)} are in both; validation sample {pairs}"
     if len(coverage.overlap) <= valid // 100:  # data as it is found has copies in it
-        return noted("coverage", name, text)
+        return _noted(name, text)
     return _failed(name, Cause.OVERLAP, text)
 
 

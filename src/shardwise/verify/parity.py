@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
@@ -14,6 +15,7 @@ from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.report import Check, Finding, failed, noted, passed
 from shardwise.verify.wrong_gradients import read_differently, why
 
+_passed, _noted, _failed = partial(passed, "parity"), partial(noted, "parity"), partial(failed, "parity")
 TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
 
@@ -85,16 +87,8 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
 
 def check_parity(both: Compared) -> list[Check]:
     """Every quantity, in the order in which a training makes them."""
-    return [
-        *_tied(both),
-        *_initial(both),
-        *_samples(both),
-        *_rates(both),
-        *_gradients(both),
-        *_norms(both),
-        *_losses(both),
-        *_weights(both),
-    ]
+    quantities = (_tied, _initial, _samples, _rates, _gradients, _norms, _losses, _weights)
+    return [check for look_at in quantities for check in look_at(both)]
 
 
 # ---------------------------------------------------------------- before the first step
@@ -297,21 +291,6 @@ def _weights(both: Compared) -> Iterator[Check]:
         f"{len(differences)} parameters: largest difference {figure(value)} of the way trained{within(worst)}; rounding "
         f"explains up to {figure(both.weight_limit(worst))}",
     )
-
-
-# ---------------------------------------------------------------- words
-
-
-def _passed(name: str, detail: str) -> Check:
-    return passed("parity", name, detail)
-
-
-def _noted(name: str, detail: str) -> Check:
-    return noted("parity", name, detail)
-
-
-def _failed(name: str, finding: Finding) -> Check:
-    return failed("parity", name, finding)
 
 
 def _worst(differences: dict[str, float]) -> tuple[str, float]:

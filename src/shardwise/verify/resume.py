@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
@@ -13,6 +14,7 @@ from shardwise.verify.groups import GroupResult
 from shardwise.verify.measure import Tolerance, apart, weights_apart
 from shardwise.verify.report import Check, Finding, failed, noted, passed
 
+_passed, _noted, _failed = partial(passed, "resume"), partial(noted, "resume"), partial(failed, "resume")
 SAME = "killed and resumed"
 
 
@@ -45,7 +47,7 @@ def check_resume(
         f"{world} rank(s) saved at step {save_at}, killed by SIGKILL in step {kill_at}, new processes to step {steps}: "
         "losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run"
     )
-    return [passed("resume", SAME, text)]
+    return [_passed(SAME, text)]
 
 
 def check_other_ranks(
@@ -62,7 +64,7 @@ def check_other_ranks(
     if not other.fine:
         return _failed(name, trouble_of(other))
     if split_matters:
-        return noted("resume", name, "it runs; batch norm sees other micro-batches there, so its curve is another")
+        return _noted(name, "it runs; batch norm sees other micro-batches there, so its curve is another")
     ours, theirs = figures_of(other), figures_of(undisturbed)
     rows = {row["step"]: row for row in other.steps[0]}
     largest, limit = 0.0, tolerance.loss
@@ -83,7 +85,7 @@ def check_other_ranks(
             text = f"after the last step {key} differs by {gap:.1e} of the way it was trained"
             return _failed(name, Finding(Cause.OTHER_RANKS, text, parameter=key, amount=gap))
     text = f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {limit:.1e}"
-    return passed("resume", name, text)
+    return _passed(name, text)
 
 
 def _not_the_same_before(undisturbed: GroupResult, killed: GroupResult) -> Finding | None:
@@ -161,7 +163,3 @@ def _what(key: str, found: Any, expected: Any) -> str:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"the {key} {'state ' if key == 'optimizer' else ''}differs: {shown}"
     return f"{key.replace('_', ' ')} is {found}, and was {expected} when it was saved"
-
-
-def _failed(name: str, finding: Finding) -> Check:
-    return failed("resume", name, finding)
