@@ -26,7 +26,8 @@ PRELOAD = [
     "shardwise.tasks.cells.task",
     "shardwise.tasks.images.task",
     "transformers.models.llama.modeling_llama",  # and all that models of Transformers import
-    "shardwise.verify.preload",
+    "shardwise.launch.preload",
+    "shardwise.verify.rank",
     "shardwise.launch.freeze_gc",
 ]
 

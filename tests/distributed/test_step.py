@@ -272,7 +272,7 @@ def _reductions_in_a_step(session: Any) -> int:
     """How often the step calls the collective that carries gradients (under ddp, the agreement is one such call too)."""
     from torch.profiler import profile
 
-    collective = "c10d::allreduce_" if session.strategy == "ddp" else "c10d::_reduce_scatter_base_"
+    collective = "c10d::allreduce_" if session.strategy.name == "ddp" else "c10d::_reduce_scatter_base_"
     batches = iter(session.batches())
     session.step(next(batches))  # DDP builds its buckets anew after the first step
     with profile() as record:

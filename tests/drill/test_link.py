@@ -116,7 +116,7 @@ def test_not_named_it_is_there_where_it_is_possible_and_otherwise_left_out_with_
 ) -> None:
     config, planned = _write(tmp_path), list[set[Kind]]()
 
-    def note(plan: object, faults: Sequence[Fault], say: object) -> Result:
+    def note(spec: object, faults: Sequence[Fault], say: object) -> Result:
         planned.append({fault.kind for fault in faults})
         return Result()
 

@@ -5,10 +5,9 @@ What people get wrong in loops of their own: verify must catch every one of them
 
 from __future__ import annotations
 
-import importlib
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,23 +19,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.checkpoint import state
 from shardwise.config.seeds import Purpose
-from shardwise.data import Cursor, GlobalOrder, StepBatch, loader
+from shardwise.data import Cursor, GlobalOrder, StepBatch
 from shardwise.data.order import GlobalBatch
 from shardwise.data.seeding import seed_everything
 from shardwise.engine import session as session_module
 from shardwise.engine import step
 from shardwise.engine.session import Session
-from shardwise.parallel import ParallelModel
+from shardwise.engine.state import RunState
+from shardwise.parallel import recipe as recipe_module
+from shardwise.parallel import strategy as strategy_module
+from shardwise.parallel.strategies import ddp as ddp_module
+from shardwise.parallel.strategies.ddp import DistributedDataParallelStrategy
+from shardwise.parallel.strategy import Strategy
 from shardwise.tasks import Loss
 from tests.tasks import Ragged, Toy
 
-spread_module: Any = importlib.import_module(
-    "shardwise.parallel.parallelize"
-)  # the package has a function of that name
-replicate_module: Any = importlib.import_module("shardwise.parallel.replicate")
+recipe: Any = recipe_module
+strategies: Any = strategy_module
+ddp: Any = ddp_module
 engine: Any = session_module
 steps: Any = step
-data: Any = loader
 checkpoints: Any = state
 RANK = "RANK"
 
@@ -78,18 +80,18 @@ def the_reported_loss_is_rank_zeros() -> None:
 
 
 def nothing_is_synchronised() -> None:
-    before = ParallelModel.reducing_gradients
+    before = DistributedDataParallelStrategy.reducing_gradients
 
     @contextmanager
-    def never(self: ParallelModel, now: bool, only: bool = False) -> Iterator[None]:
-        with before(self, False, only):
+    def never(self: DistributedDataParallelStrategy, last: bool = True, *, only: bool = False) -> Iterator[None]:
+        with before(self, False, only=only):
             yield
 
-    ParallelModel.reducing_gradients = never  # type: ignore[method-assign]
+    DistributedDataParallelStrategy.reducing_gradients = never  # type: ignore[method-assign]
 
 
 def one_parameter_is_not_synchronised() -> None:
-    replicate = spread_module.replicate
+    replicate = ddp.replicate
 
     def forgetful(module: nn.Module, *args: Any) -> Any:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["norm.weight"])
@@ -97,7 +99,7 @@ def one_parameter_is_not_synchronised() -> None:
             nn.init.ones_(module.norm.weight)  # type: ignore[arg-type, union-attr]
         return replicate(module, *args)
 
-    spread_module.replicate = forgetful
+    ddp.replicate = forgetful
 
 
 def every_rank_seeds_its_own_weights() -> None:
@@ -110,8 +112,8 @@ def every_rank_seeds_its_own_weights() -> None:
         return self.task.build_model()
 
     Session._build = build  # type: ignore[method-assign]
-    spread_module.build_shape = lambda build: build()
-    replicate_module.DistributedDataParallel = Unsent
+    recipe.build_shape = lambda build: build()
+    ddp.DistributedDataParallel = Unsent
 
 
 def buffers_are_not_sent_at_the_start() -> None:
@@ -122,11 +124,11 @@ def buffers_are_not_sent_at_the_start() -> None:
             elif name in whole:
                 buffer.copy_(whole[name])
 
-    spread_module.broadcast_buffers = forget
+    recipe.broadcast_buffers = forget
 
 
 def running_buffers_are_not_shared() -> None:
-    ParallelModel.share_buffers = lambda self: None  # type: ignore[method-assign]
+    Strategy.share_buffers = lambda self: None  # type: ignore[method-assign]
 
 
 def only_rank_zero_updates() -> None:
@@ -147,18 +149,17 @@ def the_norm_is_that_of_a_ranks_own_shards() -> None:
             [each.to_local().norm() if hasattr(each, "to_local") else each.norm() for each in grads]
         ).norm()
 
-    steps.global_norm = own
+    strategies.global_norm = own
 
 
 def tied_weights_are_split() -> None:
-    materialize = spread_module.materialize
+    materialize = recipe.materialize
 
-    def untied(model: Any, device: Any) -> nn.Module:
-        model = materialize(model, device)
+    def untied(model: Any, device: Any) -> None:
+        materialize(model, device)
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        return model
 
-    spread_module.materialize = untied
+    recipe.materialize = untied
 
 
 def the_rate_grows_with_the_number_of_ranks() -> None:
@@ -219,8 +220,8 @@ def every_epoch_has_the_same_order() -> None:
 
 
 def every_rank_gets_the_same_samples() -> None:
-    shares = data.shares
-    data.shares = lambda indices, batching, rank: shares(indices, batching, 0)
+    shares = GlobalOrder.shares
+    GlobalOrder.shares = lambda self, indices, batching, rank: shares(self, indices, batching, 0)  # type: ignore[method-assign]
 
 
 def the_last_batch_is_filled_up_from_the_start() -> None:
@@ -263,31 +264,25 @@ def the_optimizer_state_is_not_loaded() -> None:
 
 
 def the_schedule_starts_over() -> None:
-    _after_resume(
-        lambda session, path: setattr(
-            session.parts,
-            "schedule",
-            replace(
-                session.parts.schedule, options=session.parts.schedule.options.model_copy(update={"warmup_steps": 50})
-            ),
-        )
-    )
+    def slower(session: Session) -> None:
+        schedule = session.parts.schedule
+        session.parts.schedule = replace(schedule, options=schedule.options.model_copy(update={"warmup_steps": 50}))
+
+    _after_resume(slower)
 
 
 def the_cursor_is_not_loaded() -> None:
-    _after_resume(lambda session, path: setattr(session, "cursor", Cursor()))
+    _after_resume(lambda session: setattr(session.state, "cursor", Cursor()))
 
 
-def _after_resume(action: Any) -> None:
-    resume = Session.resume
+def _after_resume(action: Callable[[Session], None]) -> None:
+    go_on_from = Session._go_on_from
 
-    def forgetful(self: Session, which: str = "auto") -> Any:
-        path = resume(self, which)
-        if path is not None:
-            action(self, path)
-        return path
+    def forgetful(self: Session, loaded: RunState) -> None:
+        go_on_from(self, loaded)
+        action(self)
 
-    Session.resume = forgetful  # type: ignore[method-assign]
+    Session._go_on_from = forgetful  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- ranks that part
@@ -337,6 +332,24 @@ def _before_step(action: Any) -> None:
         return take(self, batch)
 
     Session.step = stepping  # type: ignore[method-assign]
+
+
+def a_strategy_averages_weights_instead_of_gradients() -> None:
+    """No bug: it says that it does not compute what one process would."""
+    nothing_is_synchronised()
+
+    def average(self: DistributedDataParallelStrategy) -> None:
+        for parameter in self.module.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+
+    def after_update(self: DistributedDataParallelStrategy, step: int) -> None:
+        if step % 3 == 0:
+            average(self)
+
+    DistributedDataParallelStrategy.after_update = after_update  # type: ignore[method-assign, assignment]
+    DistributedDataParallelStrategy.share_buffers = average  # type: ignore[method-assign, assignment]
+    DistributedDataParallelStrategy.unequal = "each rank trains on its own gradients"
 
 
 def nothing() -> None:

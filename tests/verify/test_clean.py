@@ -52,22 +52,22 @@ def named(report: Report, name: str) -> Check:
 def test_the_toy_task_passes_under_every_strategy(strategy: str, ranks: int, more: str, tmp_path: Path) -> None:
     report = verify(write(tmp_path, more=more), ranks=ranks, strategy=strategy)
     assert report.passed, report.as_text()
-    groups = {check.group for check in report.checks if check.verdict == "pass"}
+    groups = {check.group for check in report.checks if check.status == "pass"}
     assert groups == {"parity", "coverage", "resume"} | ({"agreement"} if ranks > 1 else set())
 
 
 def test_batch_norm_is_explained_and_passes_with_a_note(tmp_path: Path) -> None:
     report = verify(write(tmp_path, "tests.verify.toys:Normed"))
     assert report.passed, report.as_text()
-    assert named(report, "batch norm").verdict == "note"
-    assert named(report, "buffers").verdict == "pass"
+    assert named(report, "batch norm").status == "note"
+    assert named(report, "buffers").status == "pass"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_buffer_of_a_ranks_own_samples_that_no_gradient_depends_on_is_noted(strategy: str, tmp_path: Path) -> None:
     report = verify(write(tmp_path, "tests.verify.toys:Watching"), strategy=strategy)
     assert report.passed, report.as_text()
-    assert named(report, "running buffers").verdict == "note"
+    assert named(report, "running buffers").status == "note"
     assert "after step 1, norm.mean on rank 1 is not that of rank 0" in named(report, "running buffers").detail
 
 
@@ -135,11 +135,13 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(tmp_path: Path) -> N
     config = write(tmp_path)
     for message, options in {
         "at least 4 are needed": {"steps": 2},
-        "single runs on one rank": {"strategy": "single", "ranks": 2},
+        "single is one process, but 2 ranks were started; ddp is for several": {"strategy": "single", "ranks": 2},
     }.items():
         with pytest.raises(ConfigError, match=message):
             verify(config, **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"2 ranks: .*set training.gradient_accumulation to 2"):
+    with pytest.raises(
+        ConfigError, match=r"on 2 stages cannot take 1 micro-batch.*set training.gradient_accumulation to 2"
+    ):
         verify(config, strategy="pipeline", overrides=["training.gradient_accumulation=1"])
     with pytest.raises(ConfigError, match="there is no program"):
         verify(tmp_path / "absent.py")

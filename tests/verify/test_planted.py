@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify import proof
+from shardwise.verify import conduct
 from shardwise.verify.causes import Cause
-from shardwise.verify.job import Job
-from shardwise.verify.processes import Outcome, run_jobs
+from shardwise.verify.groups import GroupResult, run_groups
+from shardwise.verify.proof import verify
 from shardwise.verify.report import Report
+from shardwise.verify.run_spec import RunSpec
 
 CONFIG = """
 task: {task}
@@ -88,24 +89,24 @@ def run(tmp_path: Path, bug: str, task: str = RAGGED, strategy: str = "ddp", ove
     planted = f"tests.verify.planted:{bug}"
     with pytest.MonkeyPatch.context() as patch:
         if bug in AMONG_RANKS_ONLY:
-            patch.setattr(proof, "run_jobs", _sharing((task, strategy, *overrides)))
-        return proof.verify(config, ranks=2, strategy=strategy, planted=planted, patience=6, overrides=overrides)
+            patch.setattr(conduct, "run_groups", _sharing((task, strategy, *overrides)))
+        return verify(config, ranks=2, strategy=strategy, planted=planted, hang_timeout=6, overrides=overrides)
 
 
-def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, Outcome]]:
-    def run_or_recall(jobs: Sequence[Job], at_once: int, *, patience: float) -> dict[str, Outcome]:
-        known = {job.name: _known[*key, job.name] for job in jobs if (*key, job.name) in _known}
-        done = run_jobs([job for job in jobs if job.name not in known], at_once, patience=patience)
-        for name, outcome in done.items():
-            if outcome.job.world == 1 and not outcome.job.resume and outcome.fine:
-                assert outcome.records  # read now: their folder goes with the run
-                _known[*key, name] = outcome
+def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, GroupResult]]:
+    def run_or_recall(specs: Sequence[RunSpec], at_once: int, *, hang_timeout: float) -> dict[str, GroupResult]:
+        known = {spec.name: _known[*key, spec.name] for spec in specs if (*key, spec.name) in _known}
+        done = run_groups([spec for spec in specs if spec.name not in known], at_once, hang_timeout=hang_timeout)
+        for name, result in done.items():
+            if result.spec.world == 1 and not result.spec.resume and result.fine:
+                assert result.records  # read now: their folder goes with the run
+                _known[*key, name] = result
         return known | done
 
     return run_or_recall
 
 
-_known: dict[tuple[str, ...], Outcome] = {}
+_known: dict[tuple[str, ...], GroupResult] = {}
 
 
 @pytest.mark.parametrize(("bug", "task", "strategy", "cause"), PLANTED, ids=lambda value: str(value).rpartition(":")[2])
@@ -151,3 +152,21 @@ def test_packed_samples_are_not_taken_for_others_when_something_else_is_wrong(tm
              "model.hidden_dim=16", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
     report = run(tmp_path, "each_micro_batch_takes_its_own_mean", "cells", overrides=cells)
     assert report.causes[0] is Cause.MEAN_OF_MEANS, report.as_text()
+
+
+def test_of_a_strategy_that_says_so_differences_in_numbers_are_noted_and_all_else_is_still_checked(
+    tmp_path: Path,
+) -> None:
+    bug, sgd = (
+        "a_strategy_averages_weights_instead_of_gradients",
+        "training.optimizer={name: sgd, lr: 0.1, momentum: 0}",
+    )
+    report = run(tmp_path, bug, overrides=[sgd])
+    assert report.passed, report.as_text()
+    status = {f"{check.group} {check.name}": check.status for check in report.checks}
+    assert report.checks[0].detail == "each rank trains on its own gradients"
+    for name in ("gradients at step 1", "gradient norm", "loss", "weights after 7 steps", "strategy ddp"):
+        assert status[f"parity {name}"] == "note", report.as_text()
+    assert (status["agreement weights"], status["resume resumed on 1 rank(s)"]) == ("note", "note")
+    for name in ("parity initial weights", "parity samples", "resume killed and resumed", "agreement branches"):
+        assert status[name] == "pass", report.as_text()

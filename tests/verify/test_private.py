@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.verify.recorder import is_own
+from shardwise.verify.shared_data import is_own
 
 
 def test_a_task_is_taken_over_only_from_a_folder_that_nobody_else_can_write(

@@ -54,12 +54,12 @@ def run(args: argparse.Namespace) -> int:
     if min(args.count, args.ranks, args.steps) < 1:
         raise ConfigError("--count, --ranks and --steps: at least 1")
     config = load_config(args.config, args.set)
-    chosen, skipped_batches = _kinds(args.faults, args.ranks, config.training.device)
+    chosen, left_out = _kinds(args.faults, args.ranks, config.training.device)
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
 
     from shardwise.drill.conduct import conduct
     from shardwise.drill.report import as_data, as_table, as_words
-    from shardwise.drill.run import Plan
+    from shardwise.drill.run import DrillSpec
 
     folder = Path(args.folder or f"{config.run_folder}-drill").resolve()
     if folder.exists():
@@ -69,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
     often = config.training.checkpoint_every_n_steps
     saved_every = often if often and often <= args.steps // 4 else max(2, args.steps // 20)
     overrides = tuple(_overrides(config.training.max_steps, saved_every, args))
-    plan = Plan(config_values(config), overrides, args.ranks, folder, HANG_SECONDS)
+    spec = DrillSpec(config_values(config), overrides, args.ranks, folder, HANG_SECONDS)
 
-    for sentence in skipped_batches:
+    for sentence in left_out:
         log.info(sentence)
     log.info(f"{args.count} faults, seed {seed} (the same --seed makes the same ones)")
-    result = conduct(plan, schedule(seed, args.count, chosen, args.ranks, saved_every), log.info)
+    result = conduct(spec, schedule(seed, args.count, chosen, args.ranks, saved_every), log.info)
     if args.json:
         show(json.dumps(as_data(result, seed), indent=1))
     else:
@@ -108,15 +108,15 @@ def _kinds(faults: str | None, ranks: int, device: str) -> tuple[list[Kind], lis
     from shardwise.errors import ConfigError
 
     named = [Kind(name) for name in (faults or "").split(",") if name]
-    kinds, skipped_batches = list[Kind](), list[str]()
+    kinds, left_out = list[Kind](), list[str]()
     for kind in named or Kind:
         if (reason := _impossible(kind, ranks, device)) is None:
             kinds.append(kind)
         elif named:
             raise ConfigError(f"--faults {kind}: {kind.words}: not possible here: {reason}")
         else:
-            skipped_batches.append(f"left out: {kind} ({kind.words}): {reason}")
-    return kinds, skipped_batches
+            left_out.append(f"left out: {kind} ({kind.words}): {reason}")
+    return kinds, left_out
 
 
 def _impossible(kind: Kind, ranks: int, device: str) -> str | None:

@@ -44,6 +44,11 @@ BUILT_IN: dict[Group, dict[str, str]] = {
 }
 
 
+def selecting_blocks() -> set[str]:
+    """Blocks of `training` that choose a strategy by being there. The ddp block holds settings only."""
+    return set(BUILT_IN["shardwise.strategies"]) - {TOGETHER}
+
+
 def lookup(group: Group, name: str) -> EntryPoint | None:
     """What the name stands for. A name that comes with shardwise cannot be taken by another package."""
     built_in = BUILT_IN.get(group, {})

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.drill.compare import differences
 from shardwise.drill.faults import Fault, Kind
 from shardwise.drill.network import two_machines
-from shardwise.drill.run import PATIENCE, Lost, Plan, Run
+from shardwise.drill.run import PATIENCE, DrillRun, DrillSpec, Lost
 from shardwise.errors import ShardwiseError
 
 NOT_WRITTEN = "could not be written to"
@@ -63,9 +63,9 @@ class Result:
         return self.undisturbed / self.seconds if self.seconds else 1.0
 
 
-def conduct(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None]) -> Result:
+def conduct(spec: DrillSpec, faults: Sequence[Fault], say: Callable[[str], None]) -> Result:
     result = Result()
-    whole = Run(plan, plan.folder / "undisturbed")
+    whole = DrillRun(spec, spec.folder / "undisturbed")
     say("undisturbed, for comparison …")
     try:
         whole.finish()
@@ -78,7 +78,7 @@ def conduct(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None]) -> 
         result.rounds += 1
         with contextlib.ExitStack() as around:
             machines = around.enter_context(two_machines()) if left[0].kind.needs_two_machines else ()
-            run = Run(plan, plan.folder / f"round-{result.rounds}", machines)
+            run = DrillRun(spec, spec.folder / f"round-{result.rounds}", machines)
             around.callback(run.end)
             began = time.monotonic()
             try:
@@ -96,7 +96,7 @@ def conduct(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None]) -> 
     return result
 
 
-def _disturb(run: Run, left: list[Fault], result: Result, say: Callable[[str], None], total: int) -> int:
+def _disturb(run: DrillRun, left: list[Fault], result: Result, say: Callable[[str], None], total: int) -> int:
     """One run from its beginning to its end. Takes the faults that happened from `left`, and says how many."""
     happened = 0
     run.start()
@@ -125,7 +125,7 @@ def _disturb(run: Run, left: list[Fault], result: Result, say: Callable[[str], N
     return happened
 
 
-def _strike(run: Run, fault: Fault) -> Recovery | None:
+def _strike(run: DrillRun, fault: Fault) -> Recovery | None:
     """None: the run came to its end before it could happen, or before there was a step to make again."""
     told_before = run.output().count(NOT_WRITTEN)
     if fault.kind is Kind.LAUNCHER:
@@ -152,7 +152,7 @@ def _strike(run: Run, fault: Fault) -> Recovery | None:
             return None
         free_at = time.monotonic()
     else:
-        free_at = fired["time"] + (run.plan.hang_timeout if fault.kind.silent else 0.0)
+        free_at = fired["time"] + (run.spec.hang_timeout if fault.kind.silent else 0.0)
 
     def back() -> bool:
         began = run.log.after(0, "began", fired["time"])
@@ -175,7 +175,7 @@ def _strike(run: Run, fault: Fault) -> Recovery | None:
     return recovery
 
 
-def _stay_apart(run: Run, since: float) -> bool:
+def _stay_apart(run: DrillRun, since: float) -> bool:
     """A cable was pulled: both machines must notice before it is put back. False: the run had come to its end by then."""
 
     def judged() -> bool:
@@ -183,7 +183,7 @@ def _stay_apart(run: Run, since: float) -> bool:
 
     unnoticed = None
     try:
-        run.wait_for(judged, run.plan.hang_timeout + TO_JUDGE)
+        run.wait_for(judged, run.spec.hang_timeout + TO_JUDGE)
     except Lost as lost:
         unnoticed = lost
     finally:

@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-from shardwise.checkpoint import state, store
+from shardwise.checkpoint import Saver
 from shardwise.config.load import config_from_values
 from shardwise.data import StepBatch
 from shardwise.drill.faults import Kind
 from shardwise.drill.network import pull_the_cable
 from shardwise.engine.fit import fit
-from shardwise.engine.session import Session
-from shardwise.engine.step import StepResult
+from shardwise.engine.observers import Observer, observing
+from shardwise.engine.run import Run
+from shardwise.engine.step_result import StepResult
 
 SIGNALS = {Kind.KILL: signal.SIGKILL, Kind.PAUSE: signal.SIGSTOP, Kind.CRASH: signal.SIGSEGV}
 SLOW_STEPS, SLOW_SECONDS = 4, 0.25
@@ -31,63 +31,57 @@ SLOW_STEPS, SLOW_SECONDS = 4, 0.25
 
 def rank(config: Mapping[str, Any], scratch: str) -> int:
     """What a rank of a drill runs: the user's training, and nothing in its way but the orders."""
-    _Orders(Path(scratch)).follow()
-    fit(config_from_values(config), resume="auto")
+    with observing(Orders(Path(scratch))):
+        fit(config_from_values(config), resume="auto")
     return 0
 
 
-class _Orders:
+class Orders(Observer):
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.rank = scratch, int(os.environ["RANK"])
         self.slow = 0
         self._tell("began")
 
-    def follow(self) -> None:
-        step = Session.step
-
-        def watched(session: Session, batch: StepBatch) -> StepResult:
-            self._obey(session)
-            if self.slow:
-                self.slow -= 1
-                time.sleep(SLOW_SECONDS)
-            result = step(session, batch)
-            self._tell("stepped", step=result.step, epoch=batch.epoch, ids=batch.ids)
-            return result
-
-        Session.step = watched  # type: ignore[method-assign]
-
-    def _obey(self, session: Session) -> None:
+    def before_step(self, run: Run, batch: StepBatch) -> None:
         file = self.scratch / f"order-{self.rank}.json"
-        if not file.exists():
-            return
-        order = json.loads(file.read_text())
-        file.unlink()
-        kind, moment = Kind(order["kind"]), float(order["moment"])
+        if file.exists():
+            order = json.loads(file.read_text())
+            file.unlink()
+            self._obey(run, order["number"], Kind(order["kind"]), float(order["moment"]))
+        if self.slow:
+            self.slow -= 1
+            time.sleep(SLOW_SECONDS)
 
+    def after_step(self, run: Run, batch: StepBatch, result: StepResult) -> None:
+        self._tell("stepped", step=result.step, epoch=batch.epoch, ids=batch.ids)
+
+    def _obey(self, run: Run, number: int, kind: Kind, moment: float) -> None:
         def now() -> None:
-            self._tell("fired", number=order["number"], step=session.steps_done)
+            self._tell("fired", number=number, step=run.steps_done)
 
+        saver = run.checkpoints.saver
+        assert saver is not None  # there is one when steps are made
         if kind in SIGNALS:
             _later(moment, now, lambda: os.kill(os.getpid(), SIGNALS[kind]))
         elif kind is Kind.LINK:
             _later(moment, now, pull_the_cable)
         elif kind is Kind.ERROR:
             now()
-            raise RuntimeError(f"fault {order['number']} of the drill")
+            raise RuntimeError(f"fault {number} of the drill")
         elif kind is Kind.HANG:
             now()
             time.sleep(1e6)
         elif kind is Kind.SKIP:
             now()
-            _skip_one(session)
+            run.world.sum(1, 0, 0)  # the others take it for the agreement on the step, which this rank then makes alone
         elif kind is Kind.SAVE:
-            _kill_while_saving(now, before_the_rename=self.rank == 0 and moment > 0.5)
+            _kill_while_saving(saver, now, before_the_rename=self.rank == 0 and moment > 0.5)
         elif kind in (Kind.CUT, Kind.FLIP):
             now()
-            _damage(session, kind, moment)
+            _damage(run, kind, moment)
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind is Kind.FULL:
-            _no_space_once(now)
+            _no_space_once(saver, now)
         elif kind is Kind.SLOW:
             now()
             self.slow = SLOW_STEPS
@@ -110,42 +104,29 @@ def _later(moment: float, now: Callable[[], None], do: Callable[[], None]) -> No
     timer.start()
 
 
-def _skip_one(session: Session) -> None:
-    """The next collective on which the ranks agree takes place without this one."""
-    world = session.world
-    agree = type(world).sum
+def _kill_while_saving(saver: Saver, now: Callable[[], None], *, before_the_rename: bool) -> None:
+    """Otherwise when the files are written, and nothing is flushed or named yet."""
 
-    def alone(*values: float) -> list[float]:
-        world.sum = lambda *values: agree(world, *values)  # type: ignore[method-assign]
-        return list(values)
+    def killed(phase: str) -> None:
+        if phase == ("commit" if before_the_rename else "flush"):
+            now()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    world.sum = alone  # type: ignore[method-assign]
-
-
-def _kill_while_saving(now: Callable[[], None], *, before_the_rename: bool) -> None:
-    def killed(*_: Any) -> None:
-        now()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if before_the_rename:
-        patch.object(store, "write_manifest", killed).start()
-    else:
-        patch.object(os, "fsync", killed).start()  # the files are written then, and nothing is flushed or named yet
+    saver.on_phase = killed
 
 
-def _no_space_once(now: Callable[[], None]) -> None:
-    def full(folder: Path, files: Any) -> Any:
-        patched.stop()
+def _no_space_once(saver: Saver, now: Callable[[], None]) -> None:
+    def full(phase: str) -> None:
+        saver.on_phase = lambda phase: None
         now()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    patched = patch.object(state, "write_files", full)
-    patched.start()
+    saver.on_phase = full  # the first phase is that of writing
 
 
-def _damage(session: Session, kind: Kind, moment: float) -> None:
-    session.wait()
-    every = session.store.every()
+def _damage(run: Run, kind: Kind, moment: float) -> None:
+    run.wait()
+    every = run.checkpoints.store.every()
     if not every:
         return
     files = sorted(every[-1].path.glob("*.safetensors"))

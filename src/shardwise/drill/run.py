@@ -25,7 +25,7 @@ PATIENCE = 180.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class DrillSpec:
     config: Mapping[str, Any]
     """Its values."""
     overrides: tuple[str, ...]
@@ -38,14 +38,14 @@ class Lost(Exception):
     """The run did not come back, or did not end well."""
 
 
-class Run:
+class DrillRun:
     """In a folder of its own."""
 
-    def __init__(self, plan: Plan, folder: Path, machines: Sequence[Machine] = ()) -> None:
+    def __init__(self, spec: DrillSpec, folder: Path, machines: Sequence[Machine] = ()) -> None:
         """`machines`: two, among which the ranks are divided; none: all of them are here."""
-        self.plan, self.folder, self.machines = plan, folder, machines
+        self.spec, self.folder, self.machines = spec, folder, machines
         folder.mkdir(parents=True)
-        self.log = Log(folder, plan.ranks)
+        self.log = Log(folder, spec.ranks)
         self.launchers: list[_Launcher] = []
 
     def start(self) -> None:
@@ -58,22 +58,22 @@ class Run:
 
     def _commands(self) -> list[tuple[list[str], dict[str, Any]]]:
         given = {
-            "config": dict(self.plan.config),
+            "config": dict(self.spec.config),
             "sys_path": sys.path,
             "overrides": [
-                *self.plan.overrides,
+                *self.spec.overrides,
                 f"run_dir={self.folder / 'run'}",
                 f"training.checkpoint_dir={self.folder / 'run' / 'checkpoints'}",  # never that of a real run
             ],
             "scratch": str(self.folder),
             "drill": os.getpid(),
-            "ranks": self.plan.ranks,
-            "of_ranks": self.plan.ranks,
+            "ranks": self.spec.ranks,
+            "of_ranks": self.spec.ranks,
         }
         if not self.machines:
             return [([], given)]
-        there = self.plan.ranks // 2
-        parts = self.plan.ranks - there, there
+        there = self.spec.ranks // 2
+        parts = self.spec.ranks - there, there
         meeting = {"machines": len(parts), "endpoint": MEETING_POINT}
         return [
             (machine.within(), {**given, "ranks": part, "meeting": meeting})

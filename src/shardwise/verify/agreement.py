@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.formatting import listed
+from shardwise.verify.groups import GroupResult
 from shardwise.verify.probe import Probe
-from shardwise.verify.processes import Outcome
-from shardwise.verify.report import Check, Finding
+from shardwise.verify.report import Check, Finding, failed, noted, passed
+
+_passed, _noted, _failed = partial(passed, "agreement"), partial(noted, "agreement"), partial(failed, "agreement")
 
 
-def check_agreement(ranks: Outcome, probe: Probe) -> list[Check]:
+def check_agreement(ranks: GroupResult, probe: Probe) -> list[Check]:
     if len(ranks.ranks) == 1:
         return []
     return [*_weights(ranks), *_buffers(ranks), *_own_buffers(ranks, probe), *_branches(ranks)]
 
 
-def _weights(ranks: Outcome) -> Iterator[Check]:
+def _weights(ranks: GroupResult) -> Iterator[Check]:
     first = ranks.record(0)["weight_digests"]
     for rank, mine, different in _unlike(ranks, first, lambda record: record["weight_digests"]):
-        steps = len(ranks.ranks[rank].steps)
+        steps = len(ranks.steps[rank])
         text = (
             f"after {steps} steps rank {rank} holds other weights than rank 0: {len(different)} of {len(mine)}, "
             f"{different[0]} first"
         )
         yield _failed("weights", Finding(Cause.SOME_RANKS_UPDATE, text, different[0], rank, steps))
         return
-    yield Check(
-        "agreement",
-        "weights",
-        "pass",
-        f"{len(first)} parameters are the same on all {len(ranks.ranks)} ranks, bit for bit",
-    )
+    same = f"{len(first)} parameters are the same on all {len(ranks.ranks)} ranks, bit for bit"
+    yield _passed("weights", same)
 
 
-def _buffers(ranks: Outcome) -> Iterator[Check]:
+def _buffers(ranks: GroupResult) -> Iterator[Check]:
     """At the checkpoint: buffers are those of rank 0 when they are saved or evaluated with."""
     first = ranks.record(0)["snapshots"]["saved"]["buffers"]
     for rank, _, different in _unlike(ranks, first, lambda record: record["snapshots"]["saved"]["buffers"]):
@@ -45,24 +44,20 @@ def _buffers(ranks: Outcome) -> Iterator[Check]:
         yield _failed("buffers", Finding(Cause.STALE_BUFFERS, text, different[0], rank, step))
         return
     if first:
-        yield Check(
-            "agreement",
-            "buffers",
-            "pass",
-            f"{len(first)} running buffers are the same on all ranks when they are saved",
-        )
+        same = f"{len(first)} running buffers are the same on all ranks when they are saved"
+        yield _passed("buffers", same)
 
 
-def _own_buffers(ranks: Outcome, probe: Probe) -> Iterator[Check]:
+def _own_buffers(ranks: GroupResult, probe: Probe) -> Iterator[Check]:
     """After the first step, before anything is shared: buffers that each rank brought to a value of its own."""
     first: dict[str, tuple[int, str]] = {}
     different: dict[str, tuple[int, int]] = {}
     started_alike = _same_at_the_start(ranks)
-    for rank in ranks.ranks:
-        for name, digest in ranks.record(rank.rank)["buffers"].items():
-            holder, theirs = first.setdefault(name, (rank.rank, digest))
+    for rank, record in enumerate(ranks.records):
+        for name, digest in record["buffers"].items():
+            holder, theirs = first.setdefault(name, (rank, digest))
             if theirs != digest and name in started_alike:
-                different.setdefault(name, (holder, rank.rank))
+                different.setdefault(name, (holder, rank))
     if not different:
         return
     deciding = [name for name in different if name in probe.buffers_in_gradient]
@@ -79,10 +74,10 @@ def _own_buffers(ranks: Outcome, probe: Probe) -> Iterator[Check]:
     text += (
         f". No gradient depends on it; what is evaluated with and saved is rank {holder}'s, of its own samples alone"
     )
-    yield Check("agreement", "running buffers", "note", text)
+    yield _noted("running buffers", text)
 
 
-def _same_at_the_start(ranks: Outcome) -> set[str]:
+def _same_at_the_start(ranks: GroupResult) -> set[str]:
     found: dict[str, set[str]] = {}
     for record in ranks.records:
         for name, digest in record["constants"].items():
@@ -91,39 +86,28 @@ def _same_at_the_start(ranks: Outcome) -> set[str]:
 
 
 def _unlike(
-    ranks: Outcome, first: dict[str, Any], look: Callable[[dict[str, Any]], dict[str, Any]]
+    ranks: GroupResult, first: dict[str, Any], look: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> Iterator[tuple[int, dict[str, Any], list[str]]]:
     """Ranks whose digests are not rank 0's: the rank, its digests, and the names that differ. What only they hold is theirs."""
-    for rank in ranks.ranks[1:]:
-        mine = look(ranks.record(rank.rank))
+    for rank, record in enumerate(ranks.records):
+        mine = look(record)
         if different := [name for name in mine if first.get(name, mine[name]) != mine[name]]:
-            yield rank.rank, mine, different
+            yield rank, mine, different
 
 
-def _branches(ranks: Outcome) -> Iterator[Check]:
-    first = ranks.ranks[0].steps
-    for rank in ranks.ranks[1:]:
-        for mine, expected in zip(rank.steps, first, strict=False):
+def _branches(ranks: GroupResult) -> Iterator[Check]:
+    first = ranks.steps[0]
+    for rank, steps in enumerate(ranks.steps):
+        for mine, expected in zip(steps, first, strict=False):
             for key in ("step", "epoch", "skipped", "stopped", "lr", "global_count"):
                 if mine[key] != expected[key]:
-                    text = (
-                        f"step {mine['step']}: {key} is {mine[key]} on rank {rank.rank} and {expected[key]} on rank 0"
-                    )
-                    yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank.rank, step=mine["step"]))
+                    text = f"step {mine['step']}: {key} is {mine[key]} on rank {rank} and {expected[key]} on rank 0"
+                    yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank, step=mine["step"]))
                     return
-        if len(rank.steps) != len(first):
-            text = f"rank {rank.rank} took {len(rank.steps)} steps, rank 0 {len(first)}"
-            yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank.rank, step=len(rank.steps)))
+        if len(steps) != len(first):
+            text = f"rank {rank} took {len(steps)} steps, rank 0 {len(first)}"
+            yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank, step=len(steps)))
             return
     skipped = sum(row["skipped"] for row in first)
-    yield Check(
-        "agreement",
-        "branches",
-        "pass",
-        f"{len(first)} steps on every rank, {skipped} skipped; every collective was matched by all ranks "
-        "(TORCH_DISTRIBUTED_DEBUG=DETAIL)",
-    )
-
-
-def _failed(name: str, finding: Finding) -> Check:
-    return Check("agreement", name, "FAIL", finding.what, finding)
+    text = f"{len(first)} steps on every rank, {skipped} skipped; every collective was matched by all ranks "
+    yield _passed("branches", f"{text}(TORCH_DISTRIBUTED_DEBUG=DETAIL)")

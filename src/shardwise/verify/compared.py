@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.verify.measure import Curve, Run, Tolerance
+from shardwise.verify.groups import GroupResult
+from shardwise.verify.measure import Curve, Figures, Tolerance
 from shardwise.verify.probe import Probe
-from shardwise.verify.processes import Outcome
 
 
 @dataclass
@@ -17,10 +17,10 @@ class Compared:
     """All that the comparison rests on."""
 
     probe: Probe
-    ranks: Outcome
-    run: Run
+    ranks: GroupResult
+    run: Figures
     """Of the ranks, put together."""
-    reference: Run
+    reference: Figures
     """One process, or the other config."""
     start: dict[str, Tensor]
     """The weights before the first step, of the reference."""
@@ -38,17 +38,16 @@ class Compared:
         return self.tolerance.weights.get(name, self.tolerance.floor)
 
 
-def run_of(outcome: Outcome) -> Run:
+def figures_of(group: GroupResult) -> Figures:
     """Parameters that only some ranks hold are taken from those."""
     gradients: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
-    for record in reversed(outcome.records):
+    for record in reversed(group.records):
         gradients |= record["gradients"]
         weights |= record["weights"]
-    names = list(dict.fromkeys(name for record in outcome.records for name in record["initial"]))
-    return Run(
-        outcome.job.name,
-        Curve.of([rank.steps for rank in outcome.ranks]),
+    names = list(dict.fromkeys(name for record in group.records for name in record["initial"]))
+    return Figures(
+        Curve.of(group.steps),
         {name: gradients[name] for name in names if name in gradients},
         {name: weights[name] for name in names if name in weights},
     )

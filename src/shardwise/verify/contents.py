@@ -1,4 +1,4 @@
-"""Fingerprints of the arrays in a sample or a batch, by their place there."""
+"""Fingerprints: of the arrays in a sample or a batch by their place there, and of tensors by name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def contents_of(value: Any, fewest_bytes: int = 1) -> dict[str, str]:
@@ -23,9 +24,21 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
     return None if place is None else (place.removeprefix(".") or "the tensor itself")
 
 
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor: Tensor) -> str:
+    return hashlib.blake2b(_bytes(tensor).tobytes(), digest_size=16).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
 def _walk(value: Any, place: str, found: dict[str, str], fewest: int) -> None:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(value, Tensor):
+        value = _bytes(value)
     if isinstance(value, np.ndarray):
         if value.nbytes >= fewest:
             found[place] = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).hexdigest()

@@ -4,20 +4,22 @@ of them is validated on."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.config import Batching, DataBlock
-from shardwise.data import BatchedSamples, GlobalOrder, Reader, StepLoader
+from shardwise.config import Batching, Config, DataBlock
+from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepLoader
 from shardwise.data.order import Indices
-from shardwise.engine.session import Session
+from shardwise.engine.run import Run
 from shardwise.verify.causes import Cause
 from shardwise.verify.contents import contents_of
-from shardwise.verify.job import Job
-from shardwise.verify.report import Check, Finding
+from shardwise.verify.report import Check, Finding, failed, noted, passed
+from shardwise.verify.run_spec import RunSpec
 
+_passed, _noted = partial(passed, "coverage"), partial(noted, "coverage")
 EPOCHS = 2
 MOST_SAMPLES = 50_000
 """Of a larger data set, the loader hands out this many from the end of each epoch."""
@@ -33,11 +35,9 @@ class Handed:
 
     workers: int
     missing: list[list[int]]
-    """Per epoch: samples of the order that nobody got (up to 10)."""
+    """Per epoch: samples of the order that nobody got."""
     twice: list[list[int]]
-    """Per epoch: samples that somebody got again (up to 10)."""
-    number_missing: list[int]
-    number_twice: list[int]
+    """Per epoch: samples that somebody got again."""
     same_as_without: bool = True
 
 
@@ -53,32 +53,28 @@ class Coverage:
     """The order itself names every sample once."""
     compared: tuple[int, int] = (0, 0)
     overlap: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (training sample, validation sample) with the same contents (up to 10)."""
-    number_overlapping: int = 0
+    """Pairs (training sample, validation sample) with the same contents."""
 
 
-def cover(session: Session, job: Job) -> Coverage:
+def cover(run: Run, asked: Config, spec: RunSpec) -> Coverage:
     """In one process: the loaders of all ranks, one after the other, over samples that are only numbers."""
-    assert job.plan is not None
-    batching = job.plan.batching
-    order = session.order().whole  # type: ignore[attr-defined]  # without the window that the other runs see
+    assert spec.plan is not None
+    batching, order = spec.plan.batching, run.order()
     samples = order.samples
     looked_at = min(samples, MOST_SAMPLES)
     result = Coverage(samples, looked_at, EPOCHS)
     epochs = [order.part(epoch, 0, samples) for epoch in range(EPOCHS)]
     result.whole_order = all(np.array_equal(np.sort(ids), np.arange(samples)) for ids in epochs)
     result.same_order = samples > 3 and bool(np.array_equal(epochs[0], epochs[1]))
-    numbers = _numbers_for(session, order)
+    numbers = _numbers_for(run, order)
     before: list[list[list[int]]] | None = None
-    for workers in sorted({0, session.config.data.num_workers, 2}):
-        found = [
-            _handed_out(numbers, order, batching, rank, workers, session, looked_at) for rank in range(batching.world)
-        ]
+    for workers in sorted({0, run.config.data.num_workers, 2}):
+        found = [_handed_out(numbers, order, batching, rank, workers, run, looked_at) for rank in range(batching.world)]
         handed = _judged(found, epochs, looked_at, workers)
         handed.same_as_without = before is None or found == before
         before = before or found
         result.handed.append(handed)
-    result.compared, result.overlap, result.number_overlapping = _overlap(session)
+    result.compared, result.overlap = _overlap(run)
     return result
 
 
@@ -90,67 +86,61 @@ def _once(coverage: Coverage, ranks: int) -> Check:
     name = "each sample once"
     for handed in coverage.handed:
         where = f"over {ranks} ranks with {handed.workers} workers"
-        for epoch, (missing, twice) in enumerate(zip(handed.number_missing, handed.number_twice, strict=True)):
+        for epoch, (missing, twice) in enumerate(zip(handed.missing, handed.twice, strict=True)):
             if twice:
-                text = f"epoch {epoch}, {where}: {twice} samples come more than once, {handed.twice[epoch]} for example"
-                text += f"; {missing} of {coverage.samples} never" if missing else ""
-                return _failed(name, Finding(Cause.REPEATED, text))
+                text = f"epoch {epoch}, {where}: {len(twice)} samples come more than once, {twice[:10]} for example"
+                text += f"; {len(missing)} of {coverage.samples} never" if missing else ""
+                return _failed(name, Cause.REPEATED, text)
             if missing:
-                example = handed.missing[epoch]
-                text = (
-                    f"epoch {epoch}, {where}: {missing} of {coverage.samples} samples never come, {example} for example"
-                )
-                return _failed(name, Finding(Cause.DROPPED, text))
+                few = f"{len(missing)} of {coverage.samples} samples"
+                text = f"epoch {epoch}, {where}: {few} never come, {missing[:10]} for example"
+                return _failed(name, Cause.DROPPED, text)
         if not handed.same_as_without:
             return _failed(
-                name, Finding(Cause.WORKERS, f"with {handed.workers} workers a rank gets other samples than with none")
+                name, Cause.WORKERS, f"with {handed.workers} workers a rank gets other samples than with none"
             )
     if not coverage.whole_order:
-        return _failed(name, Finding(Cause.REPEATED, "the order of an epoch does not name every sample exactly once"))
+        return _failed(name, Cause.REPEATED, "the order of an epoch does not name every sample exactly once")
     workers = ", ".join(str(handed.workers) for handed in coverage.handed)
     some = "" if coverage.looked_at == coverage.samples else f", the last {coverage.looked_at} through the loader"
     text = (
         f"{coverage.samples} samples{some}, {coverage.epochs} epochs, over {ranks} rank(s), with {workers} workers each"
     )
-    return Check("coverage", name, "pass", text)
+    return _passed(name, text)
 
 
 def _reshuffled(coverage: Coverage) -> Check:
     name = "new order each epoch"
     if coverage.same_order:
-        return _failed(
-            name, Finding(Cause.NOT_RESHUFFLED, "the second epoch has the samples in the order of the first")
-        )
-    return Check("coverage", name, "pass", "the second epoch has another order than the first")
+        return _failed(name, Cause.NOT_RESHUFFLED, "the second epoch has the samples in the order of the first")
+    return _passed(name, "the second epoch has another order than the first")
 
 
 def _disjoint(coverage: Coverage) -> Check:
     name = "validation disjoint"
     train, valid = coverage.compared
     if not valid:
-        return Check("coverage", name, "note", "the task has no validation data")
+        return _noted(name, "the task has no validation data")
     compared = f"{valid} validation samples compared with {train} training samples by the arrays in them"
-    if not coverage.number_overlapping:
-        return Check("coverage", name, "pass", f"{compared}: none is in both")
+    if not coverage.overlap:
+        return _passed(name, f"{compared}: none is in both")
     pairs = ", ".join(f"{held} is training sample {index}" for index, held in coverage.overlap[:3])
-    text = f"{compared}: {coverage.number_overlapping} are in both; validation sample {pairs}"
-    if coverage.number_overlapping <= valid // 100:  # data as it is found has copies in it
-        return Check("coverage", name, "note", text)
-    return _failed(name, Finding(Cause.OVERLAP, text))
+    text = f"{compared}: {len(coverage.overlap)} are in both; validation sample {pairs}"
+    if len(coverage.overlap) <= valid // 100:  # data as it is found has copies in it
+        return _noted(name, text)
+    return _failed(name, Cause.OVERLAP, text)
 
 
-def _failed(name: str, finding: Finding) -> Check:
-    return Check("coverage", name, "FAIL", finding.what, finding)
+def _failed(name: str, cause: Cause, text: str) -> Check:
+    return failed("coverage", name, Finding(cause, text))
 
 
 def _handed_out(
-    numbers: Any, order: GlobalOrder, batching: Batching, rank: int, workers: int, session: Session, looked_at: int
+    numbers: Any, order: GlobalOrder, batching: Batching, rank: int, workers: int, run: Run, looked_at: int
 ) -> list[list[int]]:
     """Per epoch, the samples that this rank gets."""
-    from shardwise.data import Cursor
-
     options = DataBlock(num_workers=workers)
-    reader = Reader(numbers, lambda ids: torch.tensor(ids), len, session.config.seed)
+    reader = Reader(numbers, lambda ids: torch.tensor(ids), len, run.config.seed)
     per_epoch: list[list[int]] = [[] for _ in range(EPOCHS)]
     # A data set that is looked at whole goes through one loader, as in a training; else every epoch's end has its own.
     starts = range(EPOCHS) if looked_at < order.samples else range(1)
@@ -173,17 +163,11 @@ def _judged(found: list[list[list[int]]], epochs: list[Indices], looked_at: int,
         values, times = np.unique(got, return_counts=True)
         missing.append(np.setdiff1d(expected, got).tolist())
         twice.append(sorted({*values[times > 1].tolist(), *np.setdiff1d(got, expected).tolist()}))
-    return Handed(
-        workers,
-        [ids[:10] for ids in missing],
-        [ids[:10] for ids in twice],
-        [len(ids) for ids in missing],
-        [len(ids) for ids in twice],
-    )
+    return Handed(workers, missing, twice)
 
 
-def _numbers_for(session: Session, order: GlobalOrder) -> Any:
-    data = session.train_data
+def _numbers_for(run: Run, order: GlobalOrder) -> Any:
+    data = run.train_data
     return _BatchedNumbers(data) if isinstance(data, BatchedSamples) else range(order.samples)
 
 
@@ -206,15 +190,15 @@ class _BatchedNumbers(BatchedSamples):
         return list(batch.split(sizes))
 
 
-def _overlap(session: Session) -> tuple[tuple[int, int], list[tuple[int, int]], int]:
+def _overlap(run: Run) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Samples of the two parts that have an array in common which tells the samples of the training data apart.
 
     An array, because a number may be a label or a count from 0 in both; telling them apart, because a mask of ones does
     not. What is drawn anew at every reading (augmentation, masking) hides a copy from this.
     """
-    train, valid = session.train_data, session.valid_data
+    train, valid = run.train_data, run.valid_data
     if valid is None or not len(valid):
-        return (0, 0), [], 0
+        return (0, 0), []
     mine, held = _some(len(train)), _some(len(valid))
     seen: dict[str, dict[str, int]] = {}
     for index in mine:
@@ -225,7 +209,7 @@ def _overlap(session: Session) -> tuple[tuple[int, int], list[tuple[int, int]], 
     for index in held:
         found = _contents(valid, index)
         pairs += [(telling[p][found[p]], index) for p in telling if p in found and found[p] in telling[p]][:1]
-    return (len(mine), len(held)), pairs[:10], len(pairs)
+    return (len(mine), len(held)), pairs
 
 
 def _some(size: int) -> list[int]:

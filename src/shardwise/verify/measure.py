@@ -48,7 +48,6 @@ class Curve:
     norms: list[float]
     rates: list[float]
     ids: list[list[int]]
-    skipped: list[bool]
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
@@ -59,7 +58,6 @@ class Curve:
             [row["grad_norm"] for row in first],
             [row["lr"] for row in first],
             [sorted(index for row in rows for index in row["ids"]) for rows in together],
-            [row["skipped"] for row in first],
         )
 
 
@@ -87,23 +85,22 @@ def gradients_apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> d
 def weights_apart(
     one: Mapping[str, Tensor], other: Mapping[str, Tensor], start: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """By parameter: the 2-norm of the difference over the way that training has taken it so far.
-
-    The last digits of the weight itself are counted with the way: a frozen weight has taken none.
-    """
+    """By parameter: the 2-norm of the difference over the way that training has taken it so far."""
     found = {}
     for name, each in other.items():
-        if name not in one:
-            found[name] = math.inf
-            continue
-        digits = torch.finfo(each.dtype).eps if each.is_floating_point() else 0.0
-        way = float((each.float() - start[name].float()).norm()) + ULPS * digits * float(each.float().norm())
-        gap = float((one[name].float() - each.float()).norm())
+        gap = float((one[name].float() - each.float()).norm()) if name in one else math.inf
+        way = _way(each, start[name])
         found[name] = gap / way if way else (0.0 if not gap else math.inf)
     return found
 
 
-def same_at_first(one: Run, other: Run, precision: str) -> bool:
+def _way(weight: Tensor, start: Tensor) -> float:
+    """The last digits of the weight itself are counted with it: a frozen weight has taken none."""
+    digits = torch.finfo(weight.dtype).eps if weight.is_floating_point() else 0.0
+    return float((weight.float() - start.float()).norm()) + ULPS * digits * float(weight.float().norm())
+
+
+def same_at_first(one: Figures, other: Figures, precision: str) -> bool:
     """Whether the gradients of the first step are those of the other, as far as the type has digits."""
     return all(gap < 10 * floor_of(precision) for gap in gradients_apart(one.gradients, other.gradients).values())
 
@@ -121,20 +118,34 @@ class Tolerance:
     """Of the gradients: the figure that tells whether anything can be proved at all."""
 
     @classmethod
-    def measured(cls, reference: Run, others: Sequence[Run], precision: str, start: Mapping[str, Tensor]) -> Tolerance:
+    def measured(
+        cls, reference: Figures, others: Sequence[Figures], precision: str, start: Mapping[str, Tensor]
+    ) -> Tolerance:
         floor, factor = floor_of(precision), NARROW_FACTOR if is_narrow(precision) else FACTOR
         losses = [apart(a, b) for o in others for a, b in zip(o.curve.losses, reference.curve.losses, strict=False)]
         norms = [apart(a, b) for o in others for a, b in zip(o.curve.norms, reference.curve.norms, strict=False)]
         grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
         weights = [weights_apart(other.weights, reference.weights, start) for other in others]
+        limits = _by_parameter(weights, floor, factor, together=is_narrow(precision))
+        if not is_narrow(precision):  # there, rounding moves far more than that
+            digits = {name: _last_digits(each, start[name]) for name, each in reference.weights.items()}
+            limits = {name: max(limit, digits[name]) for name, limit in limits.items()}
         return cls(
             floor,
             max(floor, factor * max(losses, default=0.0)),
             max(floor, factor * max(norms, default=0.0)),
             _by_parameter(grads, floor, factor, together=is_narrow(precision)),
-            _by_parameter(weights, floor, factor, together=is_narrow(precision)),
+            limits,
             max((value for each in grads for value in each.values()), default=0.0),
         )
+
+
+def _last_digits(weight: Tensor, start: Tensor) -> float:
+    """What it makes of the way trained if one number in a weight is off in its last digits. A norm's weights are near 1 and move
+    little: there that is more than `floor`, and it is chance whether the repeated runs differ in any."""
+    if not weight.is_floating_point() or torch.equal(weight, start):  # a frozen weight stays as it is
+        return 0.0
+    return ULPS * torch.finfo(weight.dtype).eps * float(weight.abs().max()) / _way(weight, start)
 
 
 def _by_parameter(noise: list[dict[str, float]], floor: float, factor: float, *, together: bool) -> dict[str, float]:
@@ -146,10 +157,9 @@ def _by_parameter(noise: list[dict[str, float]], floor: float, factor: float, *,
 
 
 @dataclass
-class Run:
+class Figures:
     """The figures of one group of ranks, put together."""
 
-    name: str
     curve: Curve
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.formatting import figure, listed, module_of, within
-from shardwise.verify.measure import Run, Tolerance, apart, gradients_apart, weights_apart
+from shardwise.verify.measure import Figures, Tolerance, apart, gradients_apart, weights_apart
 from shardwise.verify.probe import RANDOM, Probe
-from shardwise.verify.report import Check, Finding, Verdict
+from shardwise.verify.report import Check, Finding, failed, noted, passed
 from shardwise.verify.wrong_gradients import read_differently, why
 
+_passed, _noted, _failed = partial(passed, "parity"), partial(noted, "parity"), partial(failed, "parity")
 TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
 
 
-def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Tolerance) -> Iterator[Check]:
+def check_single(probe: Probe, single: Figures, record: dict[str, Any], noise: Tolerance) -> Iterator[Check]:
     """One process with the whole batch at once, against plain PyTorch."""
     differences = gradients_apart(single.gradients, probe.gradients)
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
@@ -28,15 +30,14 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
         names = listed(probe.without_gradient)
         detail = f"{len(probe.without_gradient)} trainable parameter(s) get no gradient: {names}"
         finding = Finding(Cause.DETACHED_PARAMETER, detail, parameter=probe.without_gradient[0], step=1)
-        meant = probe.may_lack_gradients
-        yield Check("parity", "parameters", "note" if meant else "FAIL", detail, None if meant else finding)
+        yield _noted("parameters", detail) if probe.may_lack_gradients else _failed("parameters", finding)
     if record["tied"] != probe.tied:
-        yield _check("tied weights", _untied(probe.tied, record["tied"], "one process"))
+        yield _failed("tied weights", _untied(probe.tied, record["tied"], "one process"))
         return
     different = [name for name, digest in record["initial"].items() if probe.initial.get(name, digest) != digest]
     if different:
         text = f"before the first step, one process has other weights than the task builds: {listed(different)}"
-        yield _check("one process", Finding(Cause.DIFFERENT_SEEDS, text, different[0], 0, 0))
+        yield _failed("one process", Finding(Cause.DIFFERENT_SEEDS, text, different[0], 0, 0))
         return
     ids = single.curve.ids[0]
     if ids != probe.ids:
@@ -44,19 +45,17 @@ def check_single(probe: Probe, single: Run, record: dict[str, Any], noise: Toler
         cause = Cause.DROPPED if lacking else Cause.REPEATED
         text = f"step 1 is the end of an epoch, {len(probe.ids)} samples; one process trained on {len(ids)}"
         text += f"; not among them: {listed(sorted(lacking))}" if lacking else f", {more} more than there are left"
-        yield _check("one process", Finding(cause, text, step=1))
+        yield _failed("one process", Finding(cause, text, step=1))
         return
     causes = {check.finding.cause for check in random if check.finding}
     if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD}:
         worst = max(bad, key=lambda name: bad[name])
         what = f"gradients of one process are not plain PyTorch's in {listed(list(bad))}; {worst}: {figure(bad[worst])}"
-        yield _check("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
+        yield _failed("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
     elif not bad:
         worst, value = _worst(differences)
-        yield Check(
-            "parity",
+        yield _passed(
             "one process",
-            "pass",
             f"gradients are those of plain PyTorch: largest difference {figure(value)}{within(worst)}; rounding explains up "
             f"to {figure(noise.gradients.get(worst, noise.floor))}",
         )
@@ -70,34 +69,26 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
             f"{probe.unlike} is another when it is read again by the same process, with the same seeds; the gradient moves by "
             f"{figure(probe.random_data)}"
         )
-        yield _check("data", Finding(Cause.DATA_CHANGE, text, step=1, amount=probe.random_data))
+        yield _failed("data", Finding(Cause.DATA_CHANGE, text, step=1, amount=probe.random_data))
     elif (loud or differs) and (finding := read_differently(probe, [record])):
-        yield _check("data", finding)
+        yield _failed("data", finding)
     elif probe.random_forward <= RANDOM and loud:
         text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
-        yield _check("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+        yield _failed("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
     if probe.unlike and probe.random_data <= RANDOM:
-        yield _passed("data", f"not the same when read again, which the gradient does not show: {probe.unlike}", "note")
+        yield _noted("data", f"not the same when read again, which the gradient does not show: {probe.unlike}")
     if probe.random_forward > RANDOM:
         text = (
             f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed of the "
             "generators is changed"
         )
-        yield _check("forward pass", Finding(Cause.RANDOM_FORWARD, text, amount=probe.random_forward))
+        yield _failed("forward pass", Finding(Cause.RANDOM_FORWARD, text, amount=probe.random_forward))
 
 
 def check_parity(both: Compared) -> list[Check]:
     """Every quantity, in the order in which a training makes them."""
-    return [
-        *_tied(both),
-        *_initial(both),
-        *_samples(both),
-        *_rates(both),
-        *_gradients(both),
-        *_norms(both),
-        *_losses(both),
-        *_weights(both),
-    ]
+    quantities = (_tied, _initial, _samples, _rates, _gradients, _norms, _losses, _weights)
+    return [check for look_at in quantities for check in look_at(both)]
 
 
 # ---------------------------------------------------------------- before the first step
@@ -108,7 +99,7 @@ def _tied(both: Compared) -> Iterator[Check]:
         names = set(record["initial"])
         expected = [group for group in both.probe.tied if all(name in names for name in group[:1])]
         if [group for group in expected if group not in record["tied"]]:
-            yield _check("tied weights", _untied(expected, record["tied"], f"rank {rank}", rank))
+            yield _failed("tied weights", _untied(expected, record["tied"], f"rank {rank}", rank))
             return
     if both.probe.tied:
         yield _passed("tied weights", "; ".join(" = ".join(group) for group in both.probe.tied) + " on every rank")
@@ -132,7 +123,7 @@ def _initial(both: Compared) -> Iterator[Check]:
             if different:
                 kind = "weights" if what == "initial" else "buffers"
                 text = f"before the first step, rank {rank} has other {kind} than {both.reference_name}: {listed(different)}"
-                yield _check(f"initial {kind}", Finding(cause, text, different[0], rank, 0))
+                yield _failed(f"initial {kind}", Finding(cause, text, different[0], rank, 0))
                 break
         else:
             if what == "initial":
@@ -151,7 +142,7 @@ def _samples(both: Compared) -> Iterator[Check]:
             + (f"; twice: {listed(twice)}" if twice else "")
             + (f"; not at all: {listed(lacking)}" if lacking else "")
         )
-        yield _check("samples", Finding(Cause.SAMPLER, text, step=step))
+        yield _failed("samples", Finding(Cause.SAMPLER, text, step=step))
         return
     sizes = ", ".join(str(len(ids)) for ids in ours)
     yield _passed("samples", f"the same in every step ({sizes} samples), whoever computed them")
@@ -163,7 +154,7 @@ def _rates(both: Compared) -> Iterator[Check]:
     ):
         if apart(mine, expected) > 1e-9:
             text = f"step {step}: learning rate {mine:g}, where {both.reference_name} has {expected:g}"
-            yield _check("learning rate", Finding(Cause.SCHEDULE, text, step=step, amount=apart(mine, expected)))
+            yield _failed("learning rate", Finding(Cause.SCHEDULE, text, step=step, amount=apart(mine, expected)))
             return
     rates = both.run.curve.rates
     yield _passed("learning rate", f"the same in every step, {rates[0]:.3g} to {rates[-1]:.3g}")
@@ -179,8 +170,8 @@ def _gradients(both: Compared) -> Iterator[Check]:
     missing = [rank for rank, record in enumerate(both.ranks.records) if not record["gradient_digests"]]
     name = "gradients at step 1"
     if missing and len(missing) < len(both.ranks.records):
-        text = f"rank {missing[0]} never reached the optimizer's step at step 1, the others did"
-        yield _check(name, Finding(Cause.SOME_RANKS_UPDATE, text, rank=missing[0], step=1))
+        text = f"rank {missing[0]} skipped step 1, the others did not"
+        yield _failed(name, Finding(Cause.SOME_RANKS_UPDATE, text, rank=missing[0], step=1))
     elif unequal:
         first = next(iter(unequal))
         every = len(unequal) == len(both.run.gradients)
@@ -194,9 +185,9 @@ def _gradients(both: Compared) -> Iterator[Check]:
             + f"; {module_of(first)}, and {figure(differences.get(first, math.nan))} off {both.reference_name}"
         )
         cause = Cause.ALL_UNSYNCHRONISED if every else Cause.UNSYNCHRONISED_PARAMETER
-        yield _check(name, Finding(cause, text, first, unequal[first], 1, differences.get(first)))
+        yield _failed(name, Finding(cause, text, first, unequal[first], 1, differences.get(first)))
     elif bad:
-        yield _check(name, why(both, differences, bad))
+        yield _failed(name, why(both, differences, bad))
     else:
         worst, value = _worst(differences)
         yield _passed(
@@ -220,13 +211,13 @@ def _unequal_between_ranks(digests: Sequence[dict[str, str]]) -> dict[str, int]:
 
 
 def _norms(both: Compared) -> Iterator[Check]:
-    clipped = sum(norm > both.probe.plan.clip for norm in both.reference.curve.norms[1:])
-    per_rank = [[row["grad_norm"] for row in rank.steps] for rank in both.ranks.ranks]
+    clipped = sum(norm > both.probe.plan.clip for norm in both.reference.curve.norms)
+    per_rank = [[row["grad_norm"] for row in steps] for steps in both.ranks.steps]
     for step, norms in enumerate(zip(*per_rank, strict=False), start=1):
         if len(set(norms)) > 1:
             rank = next(rank for rank, norm in enumerate(norms) if norm != norms[0])
             text = f"step {step}: rank {rank} clips by norm {norms[rank]:.6g}, rank 0 by {norms[0]:.6g}"
-            yield _check("gradient norm", Finding(Cause.CLIP_NORM, text, rank=rank, step=step))
+            yield _failed("gradient norm", Finding(Cause.CLIP_NORM, text, rank=rank, step=step))
             return
     yield from _curve(
         both,
@@ -257,7 +248,7 @@ def _curve(
                 f"step {step}: {name} {mine:.8g}, where {both.reference_name} has {expected:.8g}: {figure(gap)} apart, "
                 f"rounding explains {figure(limit)}"
             )
-            yield _check(name, Finding(at_first if step == 1 else Cause.DRIFT, text, step=step, amount=gap))
+            yield _failed(name, Finding(at_first if step == 1 else Cause.DRIFT, text, step=step, amount=gap))
             return
         largest = max(largest, gap)
     yield _passed(
@@ -277,10 +268,8 @@ def _weights(both: Compared) -> Iterator[Check]:
     bad = {key: value for key, value in differences.items() if value > both.weight_limit(key)}
     if bad and both.tolerance.norm > UNPREDICTABLE:
         worst, value = _worst(differences)
-        yield Check(
-            "parity",
+        yield _noted(
             name,
-            "note",
             f"the model makes so much of rounding (it explains {figure(both.tolerance.norm)} of a gradient norm) that the way of "
             f"{len(bad)} of {len(differences)} weights cannot be told from chance: {figure(value)} of it differs{within(worst)}. "
             "Proved are the gradients of the first step, and loss and norm within that; more samples per micro-batch, or "
@@ -294,7 +283,7 @@ def _weights(both: Compared) -> Iterator[Check]:
             f"{module_of(first)}, by {figure(bad[first])} of the way it was trained; rounding explains "
             f"{figure(both.weight_limit(first))}"
         )
-        yield _check(name, Finding(Cause.DRIFT, text, first, 0, len(both.run.curve.losses), bad[first]))
+        yield _failed(name, Finding(Cause.DRIFT, text, first, 0, len(both.run.curve.losses), bad[first]))
         return
     worst, value = _worst(differences)
     yield _passed(
@@ -302,17 +291,6 @@ def _weights(both: Compared) -> Iterator[Check]:
         f"{len(differences)} parameters: largest difference {figure(value)} of the way trained{within(worst)}; rounding "
         f"explains up to {figure(both.weight_limit(worst))}",
     )
-
-
-# ---------------------------------------------------------------- words
-
-
-def _check(name: str, finding: Finding) -> Check:
-    return Check("parity", name, "FAIL", finding.what, finding)
-
-
-def _passed(name: str, detail: str, verdict: Verdict = "pass") -> Check:
-    return Check("parity", name, verdict, detail)
 
 
 def _worst(differences: dict[str, float]) -> tuple[str, float]:

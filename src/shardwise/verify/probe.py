@@ -23,14 +23,14 @@ from shardwise.data.order import Indices
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.precision import Precision
-from shardwise.engine.session import Session
+from shardwise.engine.run import Run
 from shardwise.engine.user_task import OwnTask
 from shardwise.tasks import Task
-from shardwise.verify.contents import contents_of, first_difference
+from shardwise.verify.contents import contents_of, digests, first_difference
 from shardwise.verify.dropout import switch_off_in
-from shardwise.verify.job import Job, Plan, as_asked, batching_of
 from shardwise.verify.names import canonical, tied_names
-from shardwise.verify.recorder import Window, digests
+from shardwise.verify.run_spec import Plan, RunSpec, as_asked, batching_of
+from shardwise.verify.window import Window
 
 Gradients = dict[str, Tensor]
 SPLIT_MATTERS = 1e-4
@@ -96,16 +96,17 @@ class Probe:
         return self.split_matters > SPLIT_MATTERS >= self.split_matters_without_batch_norm
 
 
-def probe(session: Session, asked: Config, job: Job) -> Probe:
-    config = as_asked(asked, job)
-    batching = batching_of(config, job.ranks)
-    model = _model(session)
+def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
+    """`asked`: the config as the user wrote it."""
+    config = as_asked(asked, spec.strategy)
+    batching = batching_of(config, spec.ranks)
+    model = _model(run)
     initial = digests({canonical(name): each.detach() for name, each in model.named_parameters()})
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
-    window, start = _window(len(session.train_data), batching, cautious=has_batch_norm)
-    order = Window(session.order(), window)
+    window, start = _window(len(run.train_data), batching, cautious=has_batch_norm)
+    order = Window(run.order(), window)
     ids = order.part(0, start, window)
-    first = _Batch(session, model, config.training.precision)
+    first = _Batch(run, model, config.training.precision)
 
     whole = first.gradient(ids)
     gradients = {name: each / whole.count for name, each in whole.gradients.items()}
@@ -119,14 +120,14 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
     ]
     elements = sum(each.numel() for each in gradients.values())
     trainable = [canonical(name) for name, each in model.named_parameters() if each.requires_grad]
-    plain = _Batch(session, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
+    plain = _Batch(run, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
     split = plain.split_matters(ids, [part for _, _, part in pieces])
     unlike, random_data = first.read_again(ids)
     return Probe(
-        plan=Plan(batching, job.steps, window, start, clip),
+        plan=Plan(batching, window, start, clip),
         precision=config.training.precision,
-        samples=len(session.train_data),
-        held_out=0 if session.valid_data is None else len(session.valid_data),
+        samples=len(run.train_data),
+        held_out=0 if run.valid_data is None else len(run.valid_data),
         parameters=sum(each.numel() for each in model.parameters()),
         loss=whole.loss / whole.count,
         count=whole.count,
@@ -161,17 +162,17 @@ def probe(session: Session, asked: Config, job: Job) -> Probe:
     )
 
 
-def _model(session: Session) -> nn.Module:
+def _model(run: Run) -> nn.Module:
     """As the task builds it, with the seed of the weights; a program's own, as the session found it."""
-    if isinstance(session.task, OwnTask):
-        model = copy.deepcopy(session.parts.spread.module)
+    if isinstance(run.task, OwnTask):
+        model = copy.deepcopy(run.strategy.module)
     else:
-        model = build_initial_model(session.task, session.config.seed)
-        if session.config.training.precision == "bf16-true":
+        model = build_initial_model(run.task, run.config.seed)
+        if run.config.training.precision == "bf16-true":
             for parameter in model.parameters():
                 parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
     switch_off_in(model)
-    return model.to(session.world.device).train()
+    return model.to(run.world.device).train()
 
 
 def _window(samples: int, batching: Batching, *, cautious: bool) -> tuple[int, int]:
@@ -207,15 +208,15 @@ class _Found:
 class _Batch:
     """Samples to gradients, by hand."""
 
-    def __init__(self, session: Session, model: nn.Module, precision: str) -> None:
-        self.task: Task = session.task
+    def __init__(self, run: Run, model: nn.Module, precision: str) -> None:
+        self.task: Task = run.task
         self.model = model
-        self.session = session
-        self.precision = Precision(precision, session.world.device.type)
-        self.reader = Reader(session.train_data, self.task.collate, self.task.count, session.config.seed)
+        self.run = run
+        self.precision = Precision(precision, run.world.device.type)
+        self.reader = Reader(run.train_data, self.task.collate, self.task.count, run.config.seed)
 
     def read(self, ids: Indices) -> Any:
-        return _map_tensors(self.reader.micro_batch(ids), lambda tensor: tensor.to(self.session.world.device))
+        return _map_tensors(self.reader.micro_batch(ids), lambda tensor: tensor.to(self.run.world.device))
 
     def gradient(self, ids: Indices, seed: int = 0, *, inputs: Any = None, moved: Sequence[str] = ()) -> _Found:
         """`inputs`: the batch, where it has been read already. `moved`: buffers that have another value meanwhile."""
@@ -227,7 +228,7 @@ class _Batch:
             for name in moved:  # unevenly: a norm may take away what is the same everywhere
                 buffer = self.model.get_buffer(name)
                 buffer.mul_(1.1).add_(0.1 * torch.rand(buffer.shape, generator=generator).to(buffer))
-        seed_everything(self.session.config.seed, Purpose.STEP, seed, 0)
+        seed_everything(self.run.config.seed, Purpose.STEP, seed, 0)
         with self.precision.autocast():
             loss = self.task.loss(self.model, inputs)
         # Divided here and multiplied below: gradients of a sum may be too large for fp16.

@@ -1,16 +1,16 @@
-"""What a person sees: a table of verdicts in figures, and a paragraph for each failure."""
+"""What a person sees: a table of checks in figures, and a paragraph for each failure."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardwise.verify.causes import Cause
 
-Verdict = Literal["pass", "FAIL", "note"]
-
+Group = Literal["parity", "coverage", "resume", "agreement"]
+CheckStatus = Literal["pass", "FAIL", "note"]
 
 # In the order of Cause these come after everything that brings them about.
 _CONSEQUENCES = {
@@ -37,25 +37,29 @@ class Finding:
     amount: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "cause": self.cause.name.lower(),
-            "means": self.cause.value.means,
-            "look_at": self.cause.value.look_at,
-            "what": self.what,
-            "parameter": self.parameter,
-            "rank": self.rank,
-            "step": self.step,
-            "amount": self.amount,
-        }
+        text = self.cause.value
+        return {**vars(self), "cause": self.cause.name.lower(), "means": text.means, "look_at": text.look_at}
 
 
 @dataclass(frozen=True)
 class Check:
-    group: Literal["parity", "coverage", "resume", "agreement"]
+    group: Group
     name: str
-    verdict: Verdict
+    status: CheckStatus
     detail: str
     finding: Finding | None = None
+
+
+def passed(group: Group, name: str, detail: str) -> Check:
+    return Check(group, name, "pass", detail)
+
+
+def noted(group: Group, name: str, detail: str) -> Check:
+    return Check(group, name, "note", detail)
+
+
+def failed(group: Group, name: str, finding: Finding) -> Check:
+    return Check(group, name, "FAIL", finding.what, finding)
 
 
 @dataclass
@@ -65,13 +69,27 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     seconds: float = 0.0
 
+    def allow_unequal(self, strategy: str, sentence: str) -> None:
+        """`sentence`: what the numbers of this strategy are not equal to. Differences in them are then noted, not failed: of
+        gradients, losses and weights, and of the curve on another number of ranks."""
+        if not sentence:
+            return
+        numbers = ("gradient", "loss", "weights", "resumed on")
+        self.checks = [
+            replace(each, status="note", finding=None)
+            if each.status == "FAIL" and each.name.startswith(numbers)
+            else each
+            for each in self.checks
+        ]
+        self.checks.insert(0, noted("parity", f"strategy {strategy}", sentence))
+
     @property
     def passed(self) -> bool:
         return not self.failures
 
     @property
     def failures(self) -> list[Check]:
-        return [check for check in self.checks if check.verdict == "FAIL"]
+        return [check for check in self.checks if check.status == "FAIL"]
 
     @property
     def findings(self) -> list[Finding]:
@@ -107,7 +125,7 @@ class Report:
                 {
                     "group": check.group,
                     "name": check.name,
-                    "verdict": check.verdict.lower(),
+                    "verdict": check.status.lower(),
                     "detail": check.detail,
                     "finding": check.finding.as_dict() if check.finding else None,
                 }
@@ -129,9 +147,7 @@ class Report:
             group = check.group
             indent = " " * (12 + width + 8)
             detail = textwrap.wrap(check.detail, max(40, 128 - len(indent)))
-            lines.append(
-                f"{head:<11} {check.name:<{width}}  {check.verdict:<4}  {detail[0] if detail else ''}".rstrip()
-            )
+            lines.append(f"{head:<11} {check.name:<{width}}  {check.status:<4}  {detail[0] if detail else ''}".rstrip())
             lines += [f"{indent}{line}" for line in detail[1:]]
         for cause in self.causes:
             lines += ["", *self._paragraph(cause)]
@@ -140,7 +156,7 @@ class Report:
                 "",
                 *textwrap.wrap(f"What follows from it, probably: {', '.join(dict.fromkeys(self.followers))}.", 120),
             ]
-        failed, notes = len(self.failures), sum(check.verdict == "note" for check in self.checks)
+        failed, notes = len(self.failures), sum(check.status == "note" for check in self.checks)
         passed = len(self.checks) - failed - notes
         counts = f"{passed} passed, {failed} failed, {notes} noted in {self.seconds:.0f} s"
         lines += ["", f"{'PASS' if self.passed else 'FAIL'}: {counts}"]

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
-from shardwise.verify.compared import run_of
+from shardwise.verify.compared import figures_of
 from shardwise.verify.failure_report import trouble_of
+from shardwise.verify.groups import GroupResult
 from shardwise.verify.measure import Tolerance, apart, weights_apart
-from shardwise.verify.processes import Outcome
-from shardwise.verify.report import Check, Finding
+from shardwise.verify.report import Check, Finding, failed, noted, passed
 
+_passed, _noted, _failed = partial(passed, "resume"), partial(noted, "resume"), partial(failed, "resume")
 SAME = "killed and resumed"
 
 
 def check_resume(
-    undisturbed: Outcome, killed: Outcome, resumed: Outcome | None, tolerance: Tolerance, save_at: int, kill_at: int
+    undisturbed: GroupResult,
+    killed: GroupResult,
+    resumed: GroupResult | None,
+    tolerance: Tolerance,
+    save_at: int,
+    kill_at: int,
 ) -> list[Check]:
     """`undisturbed` saved at the same step and went on; `killed` was ended by SIGKILL in the middle of a later step."""
     if not killed.killed:
@@ -25,7 +32,7 @@ def check_resume(
     finding = _not_the_same_before(undisturbed, killed)
     if finding:
         return [_failed(SAME, finding)]
-    if resumed is None or not _left_a_checkpoint(killed):
+    if resumed is None or not left_a_checkpoint(killed):
         text = f"ranks saved at step {save_at} and were killed in step {kill_at}; no whole checkpoint is there"
         return [_failed(SAME, Finding(Cause.NO_CHECKPOINT, text, step=kill_at))]
     if not resumed.fine:
@@ -35,21 +42,17 @@ def check_resume(
         finding = replace(finding, cause=Cause.SUMS_IN_ANOTHER_ORDER)
     if finding:
         return [_failed(SAME, finding)]
-    world, steps = undisturbed.job.world, undisturbed.record()["steps_done"]
-    return [
-        Check(
-            "resume",
-            SAME,
-            "pass",
-            f"{world} rank(s) saved at step {save_at}, killed by SIGKILL in step {kill_at}, new processes to step {steps}: "
-            "losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run",
-        )
-    ]
+    world, steps = undisturbed.spec.world, undisturbed.record()["snapshots"]["end"]["steps_done"]
+    text = (
+        f"{world} rank(s) saved at step {save_at}, killed by SIGKILL in step {kill_at}, new processes to step {steps}: "
+        "losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run"
+    )
+    return [_passed(SAME, text)]
 
 
 def check_other_ranks(
-    undisturbed: Outcome,
-    other: Outcome,
+    undisturbed: GroupResult,
+    other: GroupResult,
     tolerance: Tolerance,
     start: dict[str, Any],
     save_at: int,
@@ -57,15 +60,13 @@ def check_other_ranks(
     split_matters: bool,
 ) -> Check:
     """The same global batches on another number of ranks."""
-    name = f"resumed on {other.job.world} rank(s)"
+    name = f"resumed on {other.spec.world} rank(s)"
     if not other.fine:
         return _failed(name, trouble_of(other))
     if split_matters:
-        return Check(
-            "resume", name, "note", "it runs; batch norm sees other micro-batches there, so its curve is another"
-        )
-    ours, theirs = run_of(other), run_of(undisturbed)
-    rows = {row["step"]: row for row in other.ranks[0].steps}
+        return _noted(name, "it runs; batch norm sees other micro-batches there, so its curve is another")
+    ours, theirs = figures_of(other), figures_of(undisturbed)
+    rows = {row["step"]: row for row in other.steps[0]}
     largest, limit = 0.0, tolerance.loss
     for step in range(save_at + 1, len(theirs.curve.losses) + 1):
         if step not in rows:
@@ -74,7 +75,7 @@ def check_other_ranks(
         gap = apart(rows[step]["loss"], theirs.curve.losses[step - 1])
         if gap > limit:
             text = (
-                f"step {step}: loss {rows[step]['loss']:.8g}, where {undisturbed.job.world} ranks have "
+                f"step {step}: loss {rows[step]['loss']:.8g}, where {undisturbed.spec.world} ranks have "
                 f"{theirs.curve.losses[step - 1]:.8g}; rounding explains a relative difference of {limit:.1e}"
             )
             return _failed(name, Finding(Cause.OTHER_RANKS, text, step=step, amount=gap))
@@ -83,28 +84,24 @@ def check_other_ranks(
         if gap > tolerance.weights.get(key, tolerance.floor):
             text = f"after the last step {key} differs by {gap:.1e} of the way it was trained"
             return _failed(name, Finding(Cause.OTHER_RANKS, text, parameter=key, amount=gap))
-    return Check(
-        "resume",
-        name,
-        "pass",
-        f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {limit:.1e}",
-    )
+    text = f"the same curve: largest relative difference of a loss {largest:.1e}; rounding explains up to {limit:.1e}"
+    return _passed(name, text)
 
 
-def _not_the_same_before(undisturbed: Outcome, killed: Outcome) -> Finding | None:
+def _not_the_same_before(undisturbed: GroupResult, killed: GroupResult) -> Finding | None:
     """Up to the kill both did the same. If they differ, it is not the resume's fault."""
-    for mine, other in zip(killed.ranks, undisturbed.ranks, strict=True):
-        for row, expected in zip(mine.steps, other.steps, strict=False):
+    for rank, (mine, other) in enumerate(zip(killed.steps, undisturbed.steps, strict=True)):
+        for row, expected in zip(mine, other, strict=False):
             for key in ("loss", "grad_norm", "lr", "ids"):
                 if row[key] != expected[key]:
-                    text = f"step {row['step']}: {key} is {row[key]!r} on rank {mine.rank}, and was {expected[key]!r} before"
-                    return Finding(Cause.NOT_DETERMINISTIC, text[:300], rank=mine.rank, step=row["step"])
+                    text = f"step {row['step']}: {key} is {row[key]!r} on rank {rank}, and was {expected[key]!r} before"
+                    return Finding(Cause.NOT_DETERMINISTIC, text[:300], rank=rank, step=row["step"])
     return None
 
 
-def _within_rounding(undisturbed: Outcome, resumed: Outcome, tolerance: Tolerance) -> bool:
-    steps = {row["step"]: row for row in undisturbed.ranks[0].steps}
-    pairs = [(row, steps[row["step"]]) for row in resumed.ranks[0].steps if row["step"] in steps]
+def _within_rounding(undisturbed: GroupResult, resumed: GroupResult, tolerance: Tolerance) -> bool:
+    steps = {row["step"]: row for row in undisturbed.steps[0]}
+    pairs = [(row, steps[row["step"]]) for row in resumed.steps[0] if row["step"] in steps]
     return bool(pairs) and all(
         apart(row["loss"], before["loss"]) <= tolerance.loss
         and apart(row["grad_norm"], before["grad_norm"]) <= tolerance.norm
@@ -112,40 +109,35 @@ def _within_rounding(undisturbed: Outcome, resumed: Outcome, tolerance: Toleranc
     )
 
 
-def _left_a_checkpoint(killed: Outcome) -> bool:
-    folder = (killed.job.run_folder or killed.job.folder / "run") / "checkpoints"
-    return any(folder.glob("step-*"))
+def left_a_checkpoint(killed: GroupResult) -> bool:
+    return any((killed.spec.run_folder / "checkpoints").glob("step-*"))
 
 
-def _differences(undisturbed: Outcome, resumed: Outcome, save_at: int) -> Iterator[Finding]:
+def _differences(undisturbed: GroupResult, resumed: GroupResult, save_at: int) -> Iterator[Finding]:
     """First what the checkpoint carries, as it is right after loading; then what follows from it."""
-    for rank in resumed.ranks:
-        mine, expected = (o.record(rank.rank)["snapshots"] for o in (resumed, undisturbed))
+    snapshots = [[record["snapshots"] for record in group.records] for group in (resumed, undisturbed)]
+    for rank, (mine, expected) in enumerate(zip(*snapshots, strict=True)):
         if "resumed" not in mine:
-            yield Finding(Cause.NO_CHECKPOINT, "the resumed run found no checkpoint", rank=rank.rank)
+            yield Finding(Cause.NO_CHECKPOINT, "the resumed run found no checkpoint", rank=rank)
             return
         loaded, saved = mine["resumed"], expected["saved"]
-        where = f"right after the resume at step {save_at}, on rank {rank.rank},"
+        where = f"right after the resume at step {save_at}, on rank {rank},"
         for key, cause in _CARRIED.items():
             if loaded[key] != saved[key]:
-                yield Finding(cause, f"{where} {_what(key, loaded[key], saved[key])}", rank=rank.rank, step=save_at)
-    for rank in resumed.ranks:
-        steps = {row["step"]: row for row in undisturbed.ranks[rank.rank].steps}
-        for row in rank.steps:
+                yield Finding(cause, f"{where} {_what(key, loaded[key], saved[key])}", rank=rank, step=save_at)
+    for rank, (mine, expected) in enumerate(zip(*snapshots, strict=True)):
+        steps = {row["step"]: row for row in undisturbed.steps[rank]}
+        for row in resumed.steps[rank]:
             before = steps.get(row["step"])
             for key, cause in _FOLLOWS.items():
                 if before is None or row[key] != before[key]:
                     was = before[key] if before else "no such step"
-                    text = f"step {row['step']}, rank {rank.rank}: {key} is {row[key]!r}, and was {was!r} undisturbed"
-                    yield Finding(cause, text[:300], rank=rank.rank, step=row["step"])
-        mine, expected = (o.record(rank.rank)["snapshots"]["end"] for o in (resumed, undisturbed))
+                    text = f"step {row['step']}, rank {rank}: {key} is {row[key]!r}, and was {was!r} undisturbed"
+                    yield Finding(cause, text[:300], rank=rank, step=row["step"])
         for key in ("weights", "optimizer"):
-            if mine[key] != expected[key]:
-                yield Finding(
-                    Cause.RESUME,
-                    f"after the last step, on rank {rank.rank}, {_what(key, mine[key], expected[key])}",
-                    rank=rank.rank,
-                )
+            if mine["end"][key] != expected["end"][key]:
+                text = f"after the last step, on rank {rank}, {_what(key, mine['end'][key], expected['end'][key])}"
+                yield Finding(Cause.RESUME, text, rank=rank)
 
 
 _CARRIED = {
@@ -171,7 +163,3 @@ def _what(key: str, found: Any, expected: Any) -> str:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return f"the {key} {'state ' if key == 'optimizer' else ''}differs: {shown}"
     return f"{key.replace('_', ' ')} is {found}, and was {expected} when it was saved"
-
-
-def _failed(name: str, finding: Finding) -> Check:
-    return Check("resume", name, "FAIL", finding.what, finding)

@@ -1,0 +1,278 @@
+"""The runs of the proof, one after the other, and the checks on what they left behind."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.config.load import load_task_class
+from shardwise.engine.batch_plan import check_plan
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.launch.group import log_file
+from shardwise.verify.agreement import check_agreement
+from shardwise.verify.compared import Compared, figures_of
+from shardwise.verify.coverage import check_coverage
+from shardwise.verify.failure_report import trouble_of
+from shardwise.verify.groups import GroupResult, run_groups
+from shardwise.verify.measure import Tolerance, is_narrow, same_at_first
+from shardwise.verify.parity import check_parity, check_single
+from shardwise.verify.probe import Probe
+from shardwise.verify.report import Check, Report, failed, noted
+from shardwise.verify.request import Request, Target
+from shardwise.verify.resume import check_other_ranks, check_resume, left_a_checkpoint
+from shardwise.verify.run_spec import RunSpec, as_asked, batching_of
+from shardwise.watch.heartbeats import Phase
+
+
+def conduct(request: Request, folder: Path) -> Report:
+    """`folder`: for all that the runs leave behind."""
+    return _Proof(request, folder).report()
+
+
+class _Proof:
+    def __init__(self, request: Request, folder: Path) -> None:
+        self.request, self.folder, self.ranks = request, folder, request.ranks
+        self.device, self.device_said = self._device()
+        self._refuse()
+        self.results: dict[str, GroupResult] = {}
+        """Of the runs so far, by name."""
+
+    def _device(self) -> tuple[str, str]:
+        config = self.request.target.config
+        if config is not None and config.training.device == "cpu":
+            return "cpu", "CPU"
+        found = torch.cuda.device_count()
+        if found >= self.ranks:
+            return "cuda", "CUDA"
+        needed = f"CPU, because {self.ranks} ranks need {self.ranks} GPUs and there are {found}"
+        return "cpu", needed if found else "CPU"
+
+    def _refuse(self) -> None:
+        """What the ranks would refuse, before any is started."""
+        config = self.request.target.config
+        if config is not None:
+            load_task_class(config.task)
+            asked = as_asked(config, self.request.strategy)
+            check_plan(asked, self.ranks, self.device)
+            batching_of(asked, self.ranks)
+
+    # ---------------------------------------------------------------- the runs
+
+    def report(self) -> Report:
+        steps, against = self.request.steps, self.request.against
+        probe = self._probe()
+        rng = random.Random(f"{self.ranks} {self.request.strategy} {steps}")
+        save_at = rng.randint(1, steps - 3)
+        kill_at = rng.randint(save_at + 1, steps - 1)
+
+        plan = probe.plan
+        ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
+        one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
+        split = self._like(one, "split", batches="shares")
+        # Batch norm must see the same samples together: they change places within a micro-batch only.
+        base = split if probe.by_batch_norm else one
+        again = [self._like(base, f"reordered {n}", reorder=n, threads=n) for n in (1, 2)]
+        self._say(f"{self.ranks} ranks, and one process twice: {steps} steps each")
+        self._run(ranks, one, again[0])
+        self._must_run(one, again[0])
+        self._must_be_accepted(ranks)
+        fine = self.results[ranks.name].fine
+
+        killed = self._like(ranks, "killed ranks", kill_at=kill_at, watched=False)
+        coverage = self._spec("coverage", kind="coverage", batches="whole", plan=plan)
+        other = self._other(ranks, against) if against is not None else None
+        more = [other] if other else [coverage, *([killed] if fine else [])]
+        said = f", and ranks that are killed by SIGKILL in step {kill_at}" if killed in more else ""
+        self._say(f"one process again: reordered, and in the ranks' micro-batches{said}")
+        self._run(split, again[1], *more)
+        self._must_run(split, again[1])
+        if other:
+            self._must_be_accepted(other)
+
+        single, in_parts, *repeated = (figures_of(self.results[spec.name]) for spec in (one, split, *again))
+        record = self.results[one.name].record()
+        if is_narrow(probe.precision) and not probe.by_batch_norm:
+            # In a narrow type every micro-batch rounds its own gradient: one more order of additions, if it is only that.
+            repeated += [in_parts] if same_at_first(in_parts, single, probe.precision) else []
+        reference = in_parts if probe.by_batch_norm else single
+        tolerance = Tolerance.measured(reference, repeated, probe.precision, record["initial_weights"])
+
+        report = Report(self._about(probe, ranks))
+        report.checks += check_single(probe, single, record, tolerance)
+        report.checks += self._parity(probe, ranks, other or base, tolerance)
+        if other is None:
+            report.checks += self._coverage(coverage)
+        if killed in more:
+            report.checks += self._resume(ranks, killed, probe, tolerance, record["initial_weights"])
+        for result in [self.results[spec.name] for spec in (ranks, other) if spec]:
+            if result.fine:
+                report.checks += check_agreement(result, probe)
+                report.allow_unequal(result.record()["strategy"], result.record()["unequal"])
+        report.seconds = time.monotonic() - self.request.began
+        return report
+
+    def _probe(self) -> Probe:
+        spec = self._spec("the probe", kind="probe", batches="whole")
+        self._say("one process: the first batch in plain PyTorch, and what depends on what")
+        self._run(spec)
+        self._must_run(spec)
+        return self.results[spec.name].record()["probe"]
+
+    def _spec(self, name: str, *, kind: Any = "train", world: int = 1, **more: Any) -> RunSpec:
+        request = self.request
+        return RunSpec(
+            name=name,
+            folder=self.folder / name.replace(" ", "-"),
+            target=request.target.path.resolve(),
+            overrides=request.overrides,
+            kind=kind,
+            world=world,
+            ranks=self.ranks,
+            device=self.device,
+            strategy=request.strategy,
+            steps=request.steps,
+            planted=request.planted,
+            shared=self.folder / "task.pickle",
+            **more,
+        )
+
+    def _like(self, spec: RunSpec, name: str, **changes: Any) -> RunSpec:
+        return replace(spec, name=name, folder=self.folder / name.replace(" ", "-"), **changes)
+
+    def _other(self, ranks: RunSpec, against: Target) -> RunSpec:
+        """The run that is compared with, instead of one process."""
+        plan = ranks.plan
+        assert plan is not None
+        if against.config is not None:
+            batching = batching_of(against.config, self.ranks)
+            if batching.global_batch != plan.batching.global_batch:
+                raise ConfigError(
+                    f"{against.path} has a global batch of {batching.global_batch}, {self.request.target.path} one of "
+                    f"{plan.batching.global_batch}: only runs on the same batches can be compared"
+                )
+            plan = replace(plan, batching=batching)
+        other = self._like(ranks, "against", target=against.path.resolve(), strategy=None, plan=plan)
+        return replace(other, name=str(against.path))
+
+    def _say(self, line: str) -> None:
+        self.request.say(f"[{time.monotonic() - self.request.began:5.1f} s] {line}")
+
+    def _run(self, *specs: RunSpec) -> None:
+        at_once = max(4, self.ranks + 1)
+        self.results |= run_groups(specs, at_once, hang_timeout=self.request.hang_timeout)
+
+    def _must_run(self, *specs: RunSpec) -> None:
+        """A config that one process cannot train is not for verify to judge."""
+        for result in [self.results[spec.name] for spec in specs]:
+            if not result.fine:
+                log = log_file(result.spec.folder, 0).read_text(errors="replace")[-2000:]
+                error = result.first_error()
+                trace = f"\n{error.trace}" if error and not error.for_user else ""
+                raise LaunchError(f"one process cannot run it. {trouble_of(result).what}{trace}\n{log}".rstrip())
+
+    def _must_be_accepted(self, spec: RunSpec) -> None:
+        """Nor is one that the ranks refuse before their first step, with a reason."""
+        result = self.results[spec.name]
+        error, beats = result.first_error(), [rank.beat for rank in result.ranks if rank.beat]
+        begun = any(result.steps) or any(beat.phase > Phase.DATA for beat in beats)
+        if error and error.for_user and not begun:
+            raise ConfigError(f"{spec.name}: {error.message}")
+
+    # ---------------------------------------------------------------- the checks
+
+    def _parity(self, probe: Probe, ranks: RunSpec, reference: RunSpec, tolerance: Tolerance) -> list[Check]:
+        ours, theirs, against = self.results[ranks.name], self.results[reference.name], self.request.against
+        for result in (ours, theirs):
+            if not result.fine:
+                finding = trouble_of(result, trains_alone=not probe.without_gradient)
+                return [failed("parity", result.spec.name, finding)]
+        compared = Compared(
+            probe=probe,
+            ranks=ours,
+            run=figures_of(ours),
+            reference=figures_of(theirs),
+            start=theirs.record()["initial_weights"],
+            reference_record=theirs.record(),
+            tolerance=tolerance,
+            split=probe.by_batch_norm or against is not None,
+            reference_name="one process" if against is None else reference.name,
+        )
+        checks = check_parity(compared)
+        if probe.by_batch_norm and against is None:
+            text = (
+                "batch norm sees a rank's own samples: split into micro-batches, the gradient moves by "
+                f"{probe.split_matters:.1e}, and not at all with batch norm frozen. The ranks are compared with one process "
+                "that computes the same micro-batches"
+            )
+            return [noted("parity", "batch norm", text), *checks]
+        return checks
+
+    def _coverage(self, spec: RunSpec) -> list[Check]:
+        result = self.results[spec.name]
+        if not result.fine:
+            return [failed("coverage", "data", trouble_of(result))]
+        return check_coverage(result.record()["coverage"], self.ranks)
+
+    def _resume(
+        self, ranks: RunSpec, killed: RunSpec, probe: Probe, tolerance: Tolerance, start: dict[str, torch.Tensor]
+    ) -> list[Check]:
+        fewer, save_at = self._fewer(), ranks.save_at or 0
+        same = self._like(ranks, "resumed ranks", save_at=None, resume=True, watched=False)
+        batches = "ranks" if fewer > 1 else "split"
+        other = self._like(same, f"resumed on {fewer}", world=fewer, batches=batches)
+        if self.results[killed.name].killed and left_a_checkpoint(self.results[killed.name]):
+            for spec in (same, other):
+                shutil.copytree(killed.run_folder, spec.run_folder)
+            self._say(f"new processes go on from step {save_at}: {self.ranks} ranks, and {fewer}")
+            self._run(same, other)
+        undisturbed, resumed = self.results[ranks.name], self.results.get(same.name)
+        checks = check_resume(undisturbed, self.results[killed.name], resumed, tolerance, save_at, killed.kill_at or 0)
+        if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
+            elsewhere = self.results[other.name]
+            checks.append(
+                check_other_ranks(undisturbed, elsewhere, tolerance, start, save_at, split_matters=probe.by_batch_norm)
+            )
+        return checks
+
+    def _fewer(self) -> int:
+        """Half of the ranks, where the strategy can do with so few; else one process."""
+        half, config = self.ranks // 2, self.request.target.config
+        if half < 2:
+            return 1
+        try:
+            if config is not None:
+                check_plan(as_asked(config, self.request.strategy), half, self.device)
+            return half
+        except ConfigError:  # tensor.size, pipeline.stages or shard_size may ask for all of them
+            return 1
+
+    # ---------------------------------------------------------------- words
+
+    def _about(self, probe: Probe, ranks: RunSpec) -> list[str]:
+        batching, plan, against = probe.plan.batching, probe.plan, self.request.against
+        result = self.results[ranks.name]
+        strategy = result.record()["strategy"] if result.fine else (self.request.strategy or "as configured")
+        reference = f"{against.path} on {self.ranks} rank(s)" if against else "one process"
+        lines = [
+            f"{self.request.target.path}: {self.ranks} rank(s), strategy {strategy}, precision {probe.precision}, on "
+            f"{self.device_said}, against {reference}",
+            f"{probe.parameters} parameters; {self.request.steps} steps of at most {batching.batch_size} per rank × "
+            f"{batching.accumulation} accumulation × {batching.world} ranks = {batching.global_batch} samples; the first step is "
+            f"a ragged one of {plan.window - plan.start}, an epoch the last {plan.window} of {probe.samples} samples",
+            "dropout is off in every run; gradients are compared as they are before clipping",
+        ]
+        if is_narrow(probe.precision):
+            lines.append(
+                "in this precision rounding explains much: --set training.precision=32-true sees far smaller errors"
+            )
+        if probe.comm_hook != "none":
+            lines.append(
+                f"comm_hook {probe.comm_hook} is switched off: compressed gradients are other gradients, by design"
+            )
+        return lines + ([probe.clip_said] if probe.clip_said else [])

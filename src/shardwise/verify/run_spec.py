@@ -1,0 +1,113 @@
+"""What one group of ranks is asked to do: the user's own program, with a few keys of its config changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.config import Batching, Config, resolve_batching
+from shardwise.config.registry import ALONE, selecting_blocks
+from shardwise.parallel import strategy_for
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which part of the training every run repeats: the same for all of them, decided by the probe."""
+
+    batching: Batching
+    """Of the ranks, as configured."""
+    window: int
+    """Samples per epoch: the last ones of the epoch's order, so that a few steps see its short end."""
+    start: int
+    """Where in the first epoch the first step begins: it is a ragged one."""
+    clip: float
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run of the proof, by one group of ranks. It travels to every rank by pickle."""
+
+    name: str
+    folder: Path
+    """Records, logs and errors of the ranks; and the run folder."""
+    target: Path
+    """A config or a program."""
+    overrides: tuple[str, ...]
+    kind: Literal["probe", "coverage", "train"]
+    world: int
+    ranks: int
+    """Of the run that is being verified; `world` is how many this group has."""
+    device: str
+    strategy: str | None
+    """Asked for on the command line."""
+    batches: Literal["ranks", "whole", "split", "shares"] = "ranks"
+    """As the ranks are configured. Or by one process: each global batch at once, in as many micro-batches as the ranks make of
+    it, or in the very micro-batches of the ranks, those of a short batch included."""
+    steps: int = 0
+    plan: Plan | None = None
+    reorder: int | None = None
+    """Changes the order of the samples within each batch, and the last digit of the weights: what rounding does."""
+    threads: int = 1
+    save_at: int | None = None
+    kill_at: int | None = None
+    resume: bool = False
+    watched: bool = False
+    """PyTorch compares the ranks' collectives with each other."""
+    shared: Path | None = None
+    """Task and data that took long to make, made by the probe."""
+    planted: str | None = None
+    """Import path of a function that plants a bug: for the tests of verify itself."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "run"
+
+    def record(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.pt"
+
+    def steps_file(self, rank: int) -> Path:
+        """What it wrote down after each step."""
+        return self.folder / f"rank-{rank}.jsonl"
+
+
+def as_asked(config: Config, strategy: str | None) -> Config:
+    """The config of the run that is being verified: with the strategy of the command line, if one was given there."""
+    if strategy is None:
+        return config
+    return _changed(config, {"strategy": strategy}, selecting_blocks() - {strategy})
+
+
+def config_for(config: Config, spec: RunSpec) -> Config:
+    """The config of one run of the proof. Whatever is not said here stays as the user wrote it."""
+    asked = as_asked(config, spec.strategy)
+    batching = spec.plan.batching if spec.plan else batching_of(asked, spec.ranks)
+    put: dict[str, Any] = {"max_epochs": max(1000, spec.steps), "max_steps": spec.steps, "device": spec.device}
+    drop = {"num_gpus", "checkpoint_dir", "total_batch_size"}
+    if spec.plan:
+        put["gradient_clip"] = spec.plan.clip
+    if spec.batches != "ranks":
+        put["strategy"] = ALONE
+        drop |= selecting_blocks() | {"num_nodes"}
+    if spec.batches == "whole":
+        put |= {"batch_size": batching.global_batch, "gradient_accumulation": 1}
+    else:
+        copies = strategy_for(asked, spec.world).copies(spec.world) if spec.batches == "ranks" else 1
+        per_copy = batching.world * batching.accumulation // copies
+        put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_copy}
+    if asked.training.ddp.comm_hook != "none":  # compressed gradients are other gradients, by design
+        put["ddp"] = asked.training.ddp.model_dump(exclude_unset=True) | {"comm_hook": "none"}
+    return _changed(asked, put, drop, run_dir=str(spec.run_folder))
+
+
+def batching_of(config: Config, ranks: int) -> Batching:
+    """Among the copies of the model that so many ranks hold: those of a pipeline share one."""
+    return resolve_batching(config.training, strategy_for(config, ranks).copies(ranks))
+
+
+def _changed(config: Config, put: dict[str, Any], drop: Iterable[str], **top: Any) -> Config:
+    """With keys of the block `training` set or dropped, and others of the config set."""
+    values = config.model_dump(exclude_unset=True)
+    training = {key: value for key, value in values.get("training", {}).items() if key not in drop}
+    return type(config).model_validate({**values, **top, "training": training | put})
