@@ -9,9 +9,11 @@ STAMP  := $(VENV)/.installed
 train: $(STAMP)  ## train a tiny chess model on every local device
 	$(BIN)/shardwise train configs/chess-tiny.yaml --fresh
 
-# Files in the order that tests/conftest.py gives them. With bytecode, which the processes that tests start share.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-STATIC := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+# Files in the order that tests/conftest.py gives them. With bytecode, which the processes that tests start share. One worker
+# more than cores: tests of ranks that hang wait, and leave a core idle.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
+PYTEST  := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+STATIC  := $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
 check: $(STAMP)  ## formatting, types, quick tests
 	$(STATIC)

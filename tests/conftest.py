@@ -86,13 +86,13 @@ def _helper(process: psutil.Process) -> bool:
 LONG = (
     "test_docs.py",
     "distributed/test_strategies.py",
-    "verify/test_planted.py",
     "launch/test_restarts.py",
-    "cli/test_train.py",
+    "verify/test_planted.py",
+    "drill/test_link.py",
     "verify/test_clean.py",
     "drill/test_drill.py",
+    "cli/test_train.py",
     "distributed/test_parity.py",
-    "drill/test_link.py",
     "distributed/test_parallel_tasks.py",
 )
 """Files that take a minute or more. One that is begun last keeps one worker busy, and the others wait for it."""

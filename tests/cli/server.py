@@ -12,6 +12,7 @@ import _posixsubprocess
 import contextlib
 import gc
 import importlib
+import io
 import json
 import multiprocessing.process
 import os
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 PRELOAD = (
     "torch._dynamo",
@@ -161,11 +162,17 @@ def become(request: Request, streams: Sequence[int]) -> None:
     subprocess._fork_exec = _posixsubprocess.fork_exec = forked_too(_posixsubprocess.fork_exec)  # type: ignore[attr-defined]
 
 
-def _reopened(number: int, stream: TextIO) -> TextIO:
+def _reopened(number: int, stream: Any) -> TextIO:
     """As Python opens it when it starts: by the line on a terminal, and for errors everywhere."""
-    line = number == 2 or (number == 1 and os.isatty(1))
-    mode: Literal["r", "w"] = "w" if number else "r"
-    return open(number, mode, 1 if line else -1, encoding=stream.encoding, errors=stream.errors, closefd=False)
+    mode = "w" if number else "r"
+    unbuffered = stream.write_through and number > 0
+    buffer = open(number, f"{mode}b", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    line = not unbuffered and (number == 2 or os.isatty(number))
+    opened: Any = io.TextIOWrapper(
+        buffer, stream.encoding, stream.errors, "\n" if number else None, line, stream.write_through
+    )
+    opened.mode = mode
+    return opened
 
 
 # ---------------------------------------------------------------- what a program starts in turn

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli import VERBS
-from tests.cli.program import shardwise
+from tests.cli.program import run_anew, shardwise
 from tests.conftest import REPOSITORY
 from tests.hub import write_model
 
@@ -19,13 +19,13 @@ SMALL = ["--set", "data.num_games=40", "--set", "data.max_plies=8", "--set", "tr
 
 @pytest.mark.parametrize(("verb", "hint"), [("tarin", ". Nearest: train"), ("plan", "")])
 def test_an_unknown_verb_is_answered_with_those_that_exist(verb: str, hint: str, tmp_path: Path) -> None:
-    done = shardwise(tmp_path, verb, "chess.yaml")
+    done = run_anew(tmp_path, verb, "chess.yaml")
     assert done.returncode == 2
     assert done.stderr.endswith(f"error: {verb!r} is not a verb of shardwise: {', '.join(VERBS)}{hint}\n")
 
 
 def test_help_lists_the_verbs_that_exist(tmp_path: Path) -> None:
-    done = shardwise(tmp_path, "--help")
+    done = run_anew(tmp_path, "--help")
     assert done.returncode == 0
     listed = re.findall(r"^    (\w+)\b", done.stdout, re.MULTILINE)
     assert listed == list(VERBS) and "to come" not in done.stdout

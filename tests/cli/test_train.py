@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cli.program import BIN, SHARDWISE, Program, environment, run_program, shardwise, start, started
+from tests.cli.program import BIN, SHARDWISE, Program, environment, run_anew, run_program, shardwise, start, started
 
 RAGGED = """
 task: tests.tasks:{task}
@@ -88,9 +88,9 @@ def test_a_rank_that_runs_out_of_memory_ends_the_job_with_what_filled_it(tmp_pat
 
 def test_an_error_for_a_person_comes_without_a_traceback(tmp_path: Path) -> None:
     write(tmp_path)
-    done = shardwise(tmp_path, "train", "ragged.yaml", "--set", "data.samples=0")
+    done = run_anew(tmp_path, "train", "ragged.yaml", "--set", "data.samples=0")
     assert done.returncode == 2 and done.stderr == "error: --set: data.samples: 0 is not allowed. Allowed: 1 or more\n"
-    done = shardwise(tmp_path, "train", "ragged.yaml", "--resume", "latest")
+    done = run_anew(tmp_path, "train", "ragged.yaml", "--resume", "latest")
     assert done.returncode == 2
     assert done.stderr == "error: --resume latest: there is no whole checkpoint in runs/ragged/checkpoints\n"
 

@@ -11,7 +11,6 @@ from shardwise.cli import main
 from tests.cli.program import shardwise
 from tests.conftest import REPOSITORY
 
-TREE = f"{REPOSITORY}:{REPOSITORY / 'src'}"
 SMALL = ["--set", "data.num_subjects=6", "--set", "data.volume_size=[20, 20, 16]", "--set", "data.size=[16, 16, 16]",
          "--set", "training.max_steps=3", "--set", "training.batch_size=1"]  # fmt: skip
 
@@ -21,7 +20,7 @@ def test_the_tiny_config_trains_and_its_weights_load_into_monais_network(tmp_pat
     from safetensors.torch import load_file
 
     config = str(REPOSITORY / "configs" / "segmentation-tiny.yaml")
-    done = shardwise(tmp_path, "train", config, *SMALL, PYTHONPATH=TREE, SHARDWISE_CACHE=str(tmp_path / "cache"))
+    done = shardwise(tmp_path, "train", config, *SMALL, SHARDWISE_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "dice lesion" in done.stdout and "making 6 synthetic volumes in" in done.stdout
     folder = tmp_path / "runs" / "segmentation-tiny"
