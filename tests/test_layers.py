@@ -21,9 +21,6 @@ SOURCE = REPOSITORY / "src" / "shardwise"
 ROW = re.compile(r"^\| `src/shardwise/(\w+)/` \| (.+) \| (.+) \|$", re.MULTILINE)
 NAMES = re.compile(r"`\w+`(, `\w+`)*")
 
-KNOWN_CYCLES: list[str] = []
-"""Those that are still there. Nothing is added here; what is resolved goes."""
-
 
 def rooms_of(contributing: str) -> dict[str, set[str]]:
     """What each room may import besides itself, `config`, `errors` and `compat`, from the table in CONTRIBUTING.md."""
@@ -147,8 +144,7 @@ def test_no_module_imports_itself_through_others() -> None:
         if parts:
             sources[".".join(parts)] = file.read_text()
     cycles = cycles_in(import_graph(sources, packages))
-    assert [cycle for cycle in cycles if cycle not in KNOWN_CYCLES] == [], "modules that import each other"
-    assert [cycle for cycle in KNOWN_CYCLES if cycle not in cycles] == [], "resolved: take it out of KNOWN_CYCLES"
+    assert cycles == [], "modules that import each other"
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ from tests.conftest import REPOSITORY
 SOURCE = REPOSITORY / "src" / "shardwise"
 COMPAT = sorted((SOURCE / "compat").glob("*.py"))
 
-KNOWN = {
-    "verify": {"_checkpoint_wrapped_module", "_orig_mod", "torch.nn.modules.batchnorm._BatchNorm"},
-}
-"""Those that still stand outside, by room. Nothing is added here; what has moved to `compat/` goes."""
-
 OF_OTHERS = {
     "_SubParsersAction": "argparse",
     "_actions": "argparse",
@@ -119,11 +114,7 @@ def test_private_names_of_pytorch_stand_in_compat_alone() -> None:
     found: dict[str, set[str]] = defaultdict(set)
     for file, tree in TREES.items():
         found[file.relative_to(SOURCE).parts[0]] |= outside(tree, OURS, WRAPPED)
-    found = {room: names for room, names in found.items() if names}
-    new = {room: names - KNOWN.get(room, set()) for room, names in found.items()}
-    assert {room: names for room, names in new.items() if names} == {}, "wrap them in src/shardwise/compat/"
-    moved = {room: names - found.get(room, set()) for room, names in KNOWN.items()}
-    assert {room: names for room, names in moved.items() if names} == {}, "they have moved: take them out of KNOWN"
+    assert {room: names for room, names in found.items() if names} == {}, "wrap them in src/shardwise/compat/"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardwise.compat.compiler import name_without_compiled
+from shardwise.compat.distributed import name_without_wrapper
+
 
 def canonical(name: str) -> str:
     """The name in the model as it was built, whatever was wrapped around its parts."""
-    for wrapper in ("_checkpoint_wrapped_module.", "_orig_mod."):
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return name_without_compiled(name_without_wrapper(name)).removeprefix("module.")
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise.compat.modules import BatchNorm
 from shardwise.config import Batching, Config
 from shardwise.config.seeds import Purpose
 from shardwise.data import Reader, shares
@@ -102,7 +102,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     batching = batching_of(config, spec.ranks)
     model = _model(run)
     initial = digests({canonical(name): each.detach() for name, each in model.named_parameters()})
-    has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
+    has_batch_norm = any(isinstance(module, BatchNorm) for module in model.modules())
     window, start = _window(len(run.train_data), batching, cautious=has_batch_norm)
     order = Window(run.order(), window)
     ids = order.part(0, start, window)
@@ -299,7 +299,7 @@ class _Batch:
         other = copy.copy(self)
         other.model = copy.deepcopy(self.model)
         for module in other.model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.eval()
         return other
 
