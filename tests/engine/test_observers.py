@@ -138,9 +138,9 @@ class Trial(Rehearsal):
     def config(self, config: Config) -> Config:
         return config.model_copy(update={"seed": 11})
 
-    def task(self, run: Any, task: Task) -> Task:
+    def task(self, run: Any, task: Task) -> tuple[Task, Any]:
         self.built = task
-        return task
+        return task, (task.train_data(), None)
 
     def order(self, order: GlobalOrder) -> GlobalOrder:
         return First(order)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint import Written
 from shardwise.config import Config
@@ -22,6 +23,9 @@ from shardwise.data import GlobalOrder, StepBatch
 from shardwise.engine.run import Run
 from shardwise.engine.step_result import StepResult
 from shardwise.tasks import Task
+
+Data = tuple[Any, Any]
+"""To train on, and to validate with."""
 
 
 class Observer:
@@ -64,9 +68,9 @@ class Rehearsal(Observer):
         """Before anything is made of it."""
         return config
 
-    def task(self, run: Run, task: Task) -> Task:
-        """Where the config names the task."""
-        return task
+    def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
+        """Where the config names the task: that or another, and its data (training, validation) where they are there already."""
+        return task, None
 
     def order(self, order: GlobalOrder) -> GlobalOrder:
         """In which samples come."""

@@ -39,7 +39,7 @@ from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.garbage import gc_frozen
 from shardwise.engine.graphs import Graphs
 from shardwise.engine.loss_guard import nonfinite_before
-from shardwise.engine.observers import Observer, Rehearsal, all_observers
+from shardwise.engine.observers import Data, Observer, Rehearsal, all_observers
 from shardwise.engine.out_of_memory import memory_explained
 from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.parts import Parts
@@ -194,9 +194,10 @@ class Session:
         with self._memory_explained("while the run was prepared"):
             of_config = task is None and model is None
             self.task = task_for(self.config, task, model, data, loss, valid, collate, count)
+            given: Data | None = None
             for rehearsal in self._rehearsals if of_config else ():
-                self.task = rehearsal.task(self, self.task)
-            self._prepare_data()
+                self.task, given = rehearsal.task(self, self.task)
+            self._prepare_data(given)
             self._parts = build_parts(self.config, self.task, self.plan, self._build, self._trial(), self.total_steps)
             if self.plan.finds_batch_size:
                 self._find_batch_size()
@@ -209,12 +210,14 @@ class Session:
             observer.prepared(self)
         return self.model
 
-    def _prepare_data(self) -> None:
+    def _prepare_data(self, given: Data | None) -> None:
+        """`given`: where the data are there already."""
         beat(Phase.PREPARE, 0)
         seed_everything(self.config.seed, Purpose.DATA)  # the same on every rank, or they would make different data
         self.world.on_each_machine(self.task.prepare_data)
-        self.train_data = self.task.train_data()
-        self.valid_data = self.task.valid_data()
+        self.train_data: Any
+        self.valid_data: Any
+        self.train_data, self.valid_data = given or (self.task.train_data(), self.task.valid_data())
         check_data(self.train_data, self.valid_data, self.world)
         self.startup.lap("data")
 

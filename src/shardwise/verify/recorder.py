@@ -22,7 +22,7 @@ from shardwise.config import Config
 from shardwise.config.seeds import Purpose
 from shardwise.data import Cursor, GlobalOrder, StepBatch
 from shardwise.data.seeding import seed_everything
-from shardwise.engine.observers import Rehearsal
+from shardwise.engine.observers import Data, Rehearsal
 from shardwise.engine.run import Run
 from shardwise.engine.step_result import StepResult
 from shardwise.tasks import Task
@@ -65,9 +65,9 @@ class Recorder(Rehearsal):
         seed_everything(config.seed, Purpose.WEIGHTS)  # for a model that a program builds before prepare()
         return config_for(config, self.spec)
 
-    def task(self, run: Run, task: Task) -> Task:
+    def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
         if self.spec.shared is None:
-            return task
+            return task, None
         make = self.spec.kind == "probe"
         return make_shared(run, task, self.spec.shared) if make else take_shared(task, self.spec.shared)
 

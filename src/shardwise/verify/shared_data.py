@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.config.seeds import Purpose
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.observers import Data
 from shardwise.engine.run import Run
 from shardwise.tasks import Task
 
@@ -16,8 +17,8 @@ SHARED_ABOVE = 1.0
 """Seconds: data that take longer to make are made once and copied."""
 
 
-def make_shared(run: Run, task: Task, file: Path) -> Task:
-    """The task, with its data. They are put into `file` if they took long."""
+def make_shared(run: Run, task: Task, file: Path) -> tuple[Task, Data]:
+    """The task and its data. They are put into `file` if they took long."""
     began = time.perf_counter()
     seed_everything(run.config.seed, Purpose.DATA)
     run.world.on_each_machine(task.prepare_data)
@@ -29,18 +30,16 @@ def make_shared(run: Run, task: Task, file: Path) -> Task:
         except Exception:  # an open file, for example: every run makes its own then
             file.unlink(missing_ok=True)
         task.config = config
-    task.train_data, task.valid_data = (lambda: train), (lambda: valid)  # type: ignore[method-assign]
-    return task
+    return task, (train, valid)
 
 
-def take_shared(task: Task, file: Path) -> Task:
-    """The same task with the data in `file`, if there are some."""
+def take_shared(task: Task, file: Path) -> tuple[Task, Data | None]:
+    """The same task, and the data in `file`, if there are some."""
     if not file.exists() or not is_own(file):
-        return task
+        return task, None
     made, train, valid = pickle.loads(file.read_bytes())
     made.config = task.config
-    made.train_data, made.valid_data = (lambda: train), (lambda: valid)
-    return made
+    return made, (train, valid)
 
 
 def is_own(file: Path) -> bool:

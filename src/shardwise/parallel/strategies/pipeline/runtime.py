@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Pipeline(nn.Module):
             return torch.empty(self._room[boundary], dtype=dtype, device="meta", requires_grad=True)
 
         piece.work = self._work
-        stage = PipelineStage(
+        stage = TimedStage(
             piece,
             piece.number,
             self.count,
@@ -139,15 +140,8 @@ class Pipeline(nn.Module):
             output_args=torch.empty((), device="meta", requires_grad=True) if piece.is_last else buffer(piece.number),
             group=self.group,
         )
-        for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-            setattr(stage, name, partial(self._timed, getattr(stage, name)))
+        stage.pipeline = self
         return stage
-
-    def _timed(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        result = action(*args, **kwargs)
-        self.busy += time.perf_counter() - began
-        return result
 
     def _work(self, piece: Piece, incoming: Tensor, number: int) -> Tensor:
         """One micro-batch through one piece: from a buffer to a buffer, or to the loss."""
@@ -253,3 +247,27 @@ class Pipeline(nn.Module):
             hidden = torch.empty(shape, dtype=getattr(torch, dtype), device=self.layout.world.device)
             dist.recv(hidden, src=source, group=self.group)
         return hidden
+
+
+class TimedStage(PipelineStage):
+    """PyTorch's stage, which tells its pipeline how long it computes."""
+
+    pipeline: Pipeline
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.pipeline.busy += time.perf_counter() - began
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._busy():
+            return super().backward_weight_one_chunk(*args, **kwargs)
