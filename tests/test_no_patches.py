@@ -7,7 +7,9 @@ import re
 from tests.conftest import REPOSITORY
 
 SOURCE = REPOSITORY / "src" / "shardwise"
-PATCHES = re.compile(r"unittest\.mock|type: ignore\[[^]]*method-assign|setattr\((Session|\w*[Ss]ession\b|\w*[Ww]orld\b|type\()")
+PATCHES = re.compile(
+    r"unittest\.mock|type: ignore\[[^]]*method-assign|setattr\((Session|\w*[Ss]ession\b|\w*[Ww]orld\b|type\()"
+)
 
 
 def test_nothing_shipped_patches_methods() -> None:
