@@ -28,7 +28,7 @@ BAD_SAMPLES = "bad-samples.jsonl"
 """In the run folder: one line per rank and bad step."""
 HISTORY = 100
 ENOUGH = 20
-"""LossHistory without which none is called unusual."""
+"""Losses without which none is called unusual."""
 LEAST_DEVIATION = 0.01
 """As a share of the median: on a flat curve any other loss would be many deviations away."""
 

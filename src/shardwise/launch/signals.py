@@ -33,7 +33,7 @@ def signals_to(tell: Callable[[int], None]) -> Iterator[None]:
             if received[0] in TAKEN:
                 tell(received[0])
 
-    # StartupTimer multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
+    # To start multiprocessing's tracker unblocks SIGINT again (Python 3.11), so it is started first.
     resource_tracker.ensure_running()
     # Without a handler nothing is written to the socket.
     taken = [number for number in TAKEN if not ignored(number)]
