@@ -61,7 +61,7 @@ def assert_same_weights(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(weight, b[name]), name
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("strategy", "size"), [("single", 1), ("ddp", 2), ("zero1", 2), ("fsdp", 2), ("local_sgd", 2)])
 def test_a_rolled_back_run_equals_one_that_never_saw_the_batch(
     ranks: RankPool, tmp_path: Path, strategy: str, size: int
 ) -> None:

@@ -76,6 +76,7 @@ OTHERS: dict[str, tuple[int, list[str]]] = {
     "powersgd": (2, ["strategy=ddp", "batch_size=3", "ddp.comm_hook=powersgd", "ddp.powersgd_warmup_steps=2",
                      "ddp.powersgd_rank=1", "ddp.bucket_cap_mb=0.01"]),
     "fp16 gradients": (2, ["strategy=zero1", "batch_size=3", "ddp.comm_hook=fp16"]),
+    "local_sgd": (2, ["strategy=local_sgd", "batch_size=3", "local_sgd.every=3"]),
 }  # fmt: skip
 
 
@@ -144,6 +145,7 @@ RESUMED = [
     "ddp on 4",
     "powersgd",
     "fp16 gradients",
+    "local_sgd",
     "zero1",
     "cpu_offload",
     "HYBRID_SHARD of 2",

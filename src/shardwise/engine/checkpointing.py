@@ -137,13 +137,11 @@ class Checkpoints:
 
 
 def load_extra_state(parts: Parts, path: Path) -> bool:
-    """What the strategy keeps of each rank. False: the checkpoint has none for this number of ranks."""
+    """What the strategy keeps of each rank. False: the checkpoint has none for this strategy and number of ranks."""
     if parts.strategy.extra_state() is None:
         return True
     own = load_rank_local(path, parts.world)
-    if own is not None:
-        parts.strategy.load_extra_state(own)
-    return own is not None
+    return own is not None and parts.strategy.load_extra_state(own)
 
 
 def rehearse(parts: Parts, inputs: Any) -> None:

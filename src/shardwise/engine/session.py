@@ -83,7 +83,7 @@ class Session:
         self.resumed_from: RunState | None = None
         """As it was in the checkpoint that this session goes on from."""
         self.extra_state_lost = False
-        """That checkpoint has none of the strategy's own state for this number of ranks."""
+        """That checkpoint has none of the strategy's own state for this strategy and number of ranks."""
         self.stop_requested = False
         """Set on any rank, for example by a signal: all ranks leave together before the next step."""
         self.stop_check: Callable[[], bool] = lambda: False
@@ -379,8 +379,7 @@ class Session:
         """
         if self.valid_data is None or not len(self.valid_data):
             return {}
-        with self._memory_explained(f"evaluation after step {self.steps_done}"):
-            self.strategy.share_buffers()
+        with self._memory_explained(f"evaluation after step {self.steps_done}"), self.strategy.one_model():
             pictures = Path(self.config.run_folder) / "pictures"
             metrics = run_evaluation(
                 self.parts, self._valid_batches(self.valid_data), pictures, self.steps_done, stop=self._stopping
@@ -418,10 +417,10 @@ class Session:
             raise self._pending.broken
         if training.on_nonfinite == "stop" and self.world.sum(self._pending.bad_loss is not None)[0]:
             raise nonfinite_before(self.parts, self.steps_done, self._pending.bad_loss)
-        self.strategy.share_buffers()
         self.state.evaluated((metrics or {}).get(training.monitor), training.monitor_mode)
         self.state.scaler = self.parts.scaler.state_dict()
-        return self.checkpoints.save(self.parts, self.state)
+        with self.strategy.one_model(moments=True):
+            return self.checkpoints.save(self.parts, self.state)
 
     def wait(self) -> None:
         """Until the newest checkpoint is in place. If it could not be written, this says why."""

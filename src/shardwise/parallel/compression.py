@@ -48,13 +48,17 @@ class PowerSGD:
         draws = torch.tensor([*numbers.tolist(), position, has_gauss, gauss], dtype=torch.float64)  # all fit exactly
         return {**found, "draws": draws, "steps": torch.tensor(self.state.iter)}
 
-    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+    def restore(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """False: these are not what `tensors` gave."""
+        if "draws" not in tensors:
+            return False
         for kind in _MEMORIES:
             memory = {name.split()[1]: tensor for name, tensor in tensors.items() if name.startswith(f"{kind} ")}
             setattr(self.state, f"{kind}_dict", {int(bucket): tensor for bucket, tensor in memory.items()})
         *numbers, position, has_gauss, gauss = tensors["draws"].tolist()
         self.state.rng.set_state(("MT19937", np.array(numbers, np.uint32), int(position), int(has_gauss), gauss))
         self.state.iter = int(tensors["steps"])
+        return True
 
     def forget(self) -> None:
         """Begin anew, after a gradient that was no number: it would stay in here. Every rank does so at the same step."""

@@ -223,6 +223,13 @@ class Strategy:
                 if name in kept:
                     dist.broadcast(buffer, src=self.layout.first_copy, group=self.layout.copies)
 
+    @contextmanager
+    def one_model(self, *, moments: bool = False) -> Iterator[None]:
+        """In here every rank has the model that is evaluated and saved; where ranks train copies that differ, each has its own
+        back afterwards. `moments`: those of the optimizer are looked at too."""
+        self.share_buffers()
+        yield
+
     def make_optimizer(
         self, kind: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: dict[str, Any]
     ) -> torch.optim.Optimizer:
@@ -319,14 +326,16 @@ class Strategy:
         """Tensors of this rank alone that belong into a checkpoint, besides weights and moments. Not None: it has some."""
         return None
 
-    def load_extra_state(self, tensors: dict[str, Tensor]) -> None:
-        """What `extra_state` gave, on as many ranks."""
+    def load_extra_state(self, tensors: dict[str, Tensor]) -> bool:
+        """What `extra_state` gave, on as many ranks. False: another strategy gave it, and this one has no use for it."""
+        return True
 
     def forget_extra_state(self) -> None:
         """After a gradient that was no number: nothing of it may stay."""
 
     extra_state_lost: ClassVar[str] = ""
-    """What a run says that was resumed on another number of ranks, whose extra state nobody can use."""
+    """What a run says that was resumed from a checkpoint without extra state that it can use: of another number of ranks, or of
+    another strategy."""
 
     # ---------------------------------------------------------------- what the log says
 

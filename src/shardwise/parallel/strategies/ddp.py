@@ -126,9 +126,8 @@ class DistributedDataParallelStrategy(Strategy):
     def extra_state(self) -> dict[str, Tensor] | None:
         return self.memory.tensors() if self.memory is not None else None
 
-    def load_extra_state(self, tensors: dict[str, Tensor]) -> None:
-        if self.memory is not None:
-            self.memory.restore(tensors)
+    def load_extra_state(self, tensors: dict[str, Tensor]) -> bool:
+        return self.memory is None or self.memory.restore(tensors)
 
     def forget_extra_state(self) -> None:
         if self.memory is not None:
