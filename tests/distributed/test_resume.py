@@ -165,7 +165,12 @@ def test_running_statistics_and_unused_parameters_resume_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["{name: adam, lr: 0.01, weight_decay: 0.1}", "{name: sgd, lr: 0.1, momentum: 0.9}"]
+    "optimizer",
+    [
+        "{name: adam, lr: 0.01, weight_decay: 0.1}",
+        "{name: sgd, lr: 0.1, momentum: 0.9}",
+        "{name: muon, lr: 0.02, weight_decay: 0.1}",
+    ],
 )
 def test_a_checkpoint_before_the_first_step_changes_nothing(ranks: RankPool, tmp_path: Path, optimizer: str) -> None:
     overrides = ["training.strategy=single", f"training.optimizer={optimizer}", *work.folder_of(tmp_path)]
@@ -173,6 +178,19 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(ranks: RankPool, tmp
     ranks.run(1, functools.partial(work.train, steps=0, save=True), CONFIG, overrides)
     resumed = ranks.run(1, functools.partial(work.train, resume="latest"), CONFIG, overrides)[0]
     assert resumed["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero1"])
+def test_a_run_with_muon_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, strategy: str) -> None:
+    """In fp16, too: a scaler asks an optimizer what it can do by itself."""
+    for precision in ("32-true", "16-mixed"):
+        overrides = [
+            f"training.strategy={strategy}",
+            "training.optimizer={name: muon, lr: 0.02, weight_decay: 0.1}",
+            f"training.precision={precision}",
+            *work.folder_of(tmp_path / precision),
+        ]
+        work.resumed_bit_for_bit(ranks, 1 if strategy == "single" else 2, CONFIG, overrides, steps=4)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])

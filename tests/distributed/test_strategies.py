@@ -110,6 +110,26 @@ def test_a_zero_bubble_pipeline_gives_the_numbers_of_one_process(fresh_ranks: Fr
     assert_same_curve({**results[0], "weights": together}, one)
 
 
+@pytest.mark.parametrize(
+    "way", ["dp", "zero1", "zero1 on 4", "ddp, no views", "NO_SHARD", "1f1b", "1f1b and ddp", "interleaved"]
+)
+def test_muon_gives_the_numbers_of_one_process_wherever_it_is_not_refused(fresh_ranks: FreshRanks, way: str) -> None:
+    text = CONFIG.replace("name: adamw", "name: muon")
+    single = ["training.strategy=single", "training.batch_size=12"]
+    one = fresh_ranks.run(1, _train_in_fp32, text, single)[0]
+    results = fresh_ranks.run(WAYS[way][0], _train_in_fp32, text, overrides_of(way))
+    together = {name: weight for result in results for name, weight in result["weights"].items()}
+    assert_same_curve({**results[0], "weights": together}, one)
+
+
+def _train_in_fp32(text: str, overrides: list[str]) -> Any:
+    """Muon rounds the matrices that it makes orthogonal to bf16 (torch 2.13), where the last digit of a sum over the ranks may
+    become a step of bf16: the same numbers to bf16's rounding, and too coarse to be compared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+        return work.train(text, overrides)
+
+
 class _Uneven(Ragged):
     """One block that takes as long as all others together, with no more parameters."""
 
@@ -382,6 +402,16 @@ REFUSED: dict[str, tuple[int, list[str], str]] = {
         "works under ddp and zero1, not under pipeline",
     ),
     "bf16 gradients over gloo": (2, ["training.ddp.comm_hook=bf16"], "between CPU ranks fp16 does the same"),
+    "muon where parameters are sharded": (
+        2,
+        ["training.optimizer.name=muon", "training.strategy=fsdp"],
+        "muon needs whole matrices.* use strategy ddp or zero1",
+    ),
+    "muon where matrices are split": (
+        2,
+        ["training.optimizer.name=muon", "training.tensor.size=2"],
+        "use strategy ddp",
+    ),
     "dp on several ranks": (2, ["training.strategy=dp"], "ddp is for several"),
     "tensor for a task that cannot say": (
         2,

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwise.config.schema import Optimizer
 from shardwise.engine.optimizer import build_optimizer, parameter_groups
+from shardwise.errors import ConfigError
 from tests.tasks import Toy
 
 
@@ -154,3 +155,82 @@ def test_decay_shrinks_a_matrix_and_leaves_a_bias() -> None:
     optimizer.step()
     assert torch.equal(layer.weight, torch.full((3, 3), 1 - 0.1 * 0.5))
     assert torch.equal(layer.bias, torch.ones(3))
+
+
+# ---------------------------------------------------------------- muon, which has AdamW beside it
+
+
+def muon(model: nn.Module, blocks: list[nn.Module], **options: Any) -> torch.optim.Optimizer:
+    return build_optimizer(model, Optimizer(name="muon", weight_decay=0.1, **options), lr=0.02, blocks=blocks)
+
+
+def test_muon_takes_the_matrices_of_the_blocks_and_adamw_all_else() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.layers = nn.ModuleList([Odd()])
+            self.layers[0].table = nn.Parameter(torch.zeros(3, 3))
+            self.head = nn.Linear(4, 5)
+
+    model = Whole()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = muon(model, list(model.layers), betas=[0.8, 0.95], eps=1e-6, muon_momentum=0.9)
+    given = {True: {"momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}, False: {"betas": (0.8, 0.95), "eps": 1e-6}}
+    decays: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for group in optimizer.param_groups:
+        assert {"lr": group["lr"]} | {key: group[key] for key in given[group["muon"]]} == {"lr": 0.02} | given[
+            group["muon"]
+        ]
+        decays[group["muon"]] |= {names[id(parameter)]: group["weight_decay"] for parameter in group["params"]}
+    assert decays[True] == {
+        "layers.0.linear.weight": 0.1,
+        "layers.0.attention.in_proj_weight": 0.1,
+        "layers.0.attention.out_proj.weight": 0.1,
+    }
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert decays[False].keys() == trained - decays[True].keys()
+    assert decays[False]["head.weight"] == 0.1
+    assert decays[False]["layers.0.own_norm.weight"] == decays[False]["head.bias"] == 0.0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_of_muon_is_that_of_pytorchs_muon_and_adamw(tied: bool) -> None:
+    torch.manual_seed(0)
+    model, twin = (Toy(vocabulary=7, width=4, layers=2, tied=tied) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    ours = muon(model, list(model.layers))
+    named = dict(twin.named_parameters())
+    hidden = [f"layers.{layer}.inner.{place}.weight" for layer in (0, 1) for place in (1, 3)]
+    matrices = {"embedding.weight", "head.weight"} & named.keys()
+    theirs = [
+        torch.optim.Muon(
+            [named.pop(name) for name in hidden], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW([named.pop(name) for name in matrices], lr=0.02, weight_decay=0.1),
+        torch.optim.AdamW(named.values(), lr=0.02, weight_decay=0.0),
+    ]
+    for _ in range(3):
+        for network, optimizers in ((model, [ours]), (twin, theirs)):
+            network.zero_grad()
+            network(torch.arange(6).view(2, 3)).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for (name, mine), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+def test_muon_of_a_model_that_is_nothing_but_such_matrices_needs_no_adamw() -> None:
+    layer, twin = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    twin.load_state_dict(layer.state_dict())
+    ours = muon(layer, [layer])
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    layer.weight.grad, twin.weight.grad = torch.eye(3), torch.eye(3)
+    ours.step()
+    theirs.step()
+    assert torch.equal(layer.weight, twin.weight)
+
+
+def test_muon_says_that_there_is_nothing_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"blocks have no matrices .* Use training\.optimizer\.name: adamw"):
+        muon(nn.Linear(3, 3), [])

@@ -72,9 +72,12 @@ class Optimizer(Block):
     name: OptimizerName = Field("adamw", description="Which optimizer.")
     lr: float = Field(1e-3, gt=0, description="Peak learning rate, before `lr_scaling`.")
     weight_decay: float = Field(0.01, ge=0, description="Not applied to norms and biases.")
-    betas: list[float] = Field([0.9, 0.999], min_length=2, max_length=2, description="adam and adamw only.")
-    eps: float = Field(1e-8, gt=0, description="adam and adamw only.")
+    betas: list[float] = Field(
+        [0.9, 0.999], min_length=2, max_length=2, description="adam, adamw and the adamw of muon."
+    )
+    eps: float = Field(1e-8, gt=0, description="adam, adamw and the adamw of muon.")
     momentum: float = Field(0.0, ge=0, lt=1, description="sgd only.")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="muon only: of its matrices.")
 
     @model_validator(mode="after")
     def _betas_below_one(self) -> Optimizer:

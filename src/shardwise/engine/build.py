@@ -46,6 +46,7 @@ def build_parts(
         strategy.module,
         training.optimizer,
         lr,
+        blocks=task.blocks(strategy.module),
         make=strategy.make_optimizer,
         copies=strategy.low_precision if from_copies else None,
     )

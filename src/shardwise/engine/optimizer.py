@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
-from shardwise.optimizers import update_rule
+from shardwise.optimizers import UpdateRule, update_rule
 
 Make = Callable[[Callable[..., torch.optim.Optimizer], list[dict[str, Any]], dict[str, Any]], torch.optim.Optimizer]
 
@@ -25,15 +25,16 @@ def build_optimizer(
     options: Optimizer,
     lr: float,
     *,
+    blocks: Sequence[nn.Module] = (),
     make: Make = lambda kind, groups, settings: kind(groups, **settings),
     copies: LowPrecisionWeights | None = None,
 ) -> torch.optim.Optimizer:
     """Built after a strategy has laid the model over the ranks: the optimizer must hold the parameters as they are there.
 
-    `make`: the strategy's way to make one. `copies`: low-precision weights that the model computes with, where the update may
-    take gradients from them; it is compiled then.
+    `blocks`: those that the model repeats. `make`: the strategy's way to make one. `copies`: low-precision weights that the
+    model computes with, where the update may take gradients from them; it is compiled then.
     """
-    groups = parameter_groups(model, options.weight_decay)
+    groups = parameter_groups(model, options.weight_decay, update_rule(options), blocks)
     if not groups:
         raise ShardwiseError("the model has nothing to train: none of its parameters requires a gradient")
     kind, settings = _kind_of(groups, options)
@@ -72,21 +73,29 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, rule: UpdateRule | None = None, blocks: Sequence[nn.Module] = ()
+) -> list[dict[str, Any]]:
     """Matrices decay; norms, biases and other vectors do not. One group has parameters of one device mesh: PyTorch
-    (torch 2.13) updates no others together."""
+    (torch 2.13) updates no others together; and the settings that the rule has for them."""
+    within = {id(module) for block in blocks for module in block.modules()}
     seen: set[int] = set()
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[bool, object, tuple[tuple[str, Any], ...]], list[nn.Parameter]] = defaultdict(list)
     for module in model.modules():
         is_norm = "norm" in type(module).__name__.lower()
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.requires_grad or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            vector = is_norm or parameter.ndim < 2 or name.endswith("bias")
+            decays = not (is_norm or parameter.ndim < 2 or name.endswith("bias"))
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups[vector, mesh].append(parameter)
+            own = (
+                rule.group_settings(module, name, parameter, in_block=id(module) in within, decays=decays)
+                if rule
+                else {}
+            )
+            groups[decays, mesh, tuple(own.items())].append(parameter)
     return [
-        {"params": params, "weight_decay": 0.0 if vector else weight_decay}
-        for (vector, _), params in sorted(groups.items(), key=lambda item: item[0][0])
+        {"params": params, "weight_decay": weight_decay if decays else 0.0, **dict(own)}
+        for (decays, _, own), params in sorted(groups.items(), key=lambda item: not item[0][0])
     ]

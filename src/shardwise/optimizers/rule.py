@@ -27,6 +27,13 @@ class UpdateRule:
         """What else `kind` is made with, besides the rate."""
         return {"fused": fused(parameters)}
 
+    def group_settings(
+        self, module: nn.Module, name: str, parameter: nn.Parameter, *, in_block: bool, decays: bool
+    ) -> dict[str, Any]:
+        """What it is to know of a parameter of `module`: parameters of which it is told different things are in different groups,
+        which have that as settings. `in_block`: it lies in one of the model's repeated blocks."""
+        return {}
+
     @property
     def moments(self) -> int:
         """Numbers of state for each weight: two, as Adam has."""
