@@ -302,7 +302,8 @@ def test_mlflow_gets_what_metrics_jsonl_gets(ranks: RankPool, tmp_path: Path) ->
     assert {step for line in more[1:-1] for _, _, _, step in line["metrics"]} == {6}
 
     elsewhere = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/server", "MLFLOW_EXPERIMENT_NAME": "mine"}
-    ranks.run(1, _fit_with_mlflow, ["training.logger=mlflow", "training.max_steps=1"], str(tmp_path), None, elsewhere)
+    other = ["training.logger=mlflow", "training.max_steps=1", "run_dir=other"]
+    ranks.run(1, _fit_with_mlflow, other, str(tmp_path), None, elsewhere)
     assert lines(tmp_path / "server")[:2] == [{"experiment": "mine"}, {"run": "ragged", "of": "mine"}]
 
 
