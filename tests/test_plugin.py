@@ -83,14 +83,14 @@ def test_a_misspelt_name_is_answered_with_those_of_installed_packages_too(file: 
         load_config(file, ["training.logger=line"])
     assert str(caught.value) == (
         "--set: training.logger: 'line' is not allowed. "
-        "Allowed: tensorboard, wandb, lines, fragile, none (nearest: lines), or a list"
+        "Allowed: tensorboard, wandb, mlflow, lines, fragile, none (nearest: lines), or a list"
     )
 
 
 def test_without_the_package_its_names_are_unknown(file: Path) -> None:
     with pytest.raises(ConfigError, match="'squares' is neither a known task"):
         load_config(file)
-    with pytest.raises(ConfigError, match=r"'lines' is not allowed\. Allowed: tensorboard, wandb, none"):
+    with pytest.raises(ConfigError, match=r"'lines' is not allowed\. Allowed: tensorboard, wandb, mlflow, none"):
         load_config(file, ["task=chess", "data={}", "model={}"])
 
 

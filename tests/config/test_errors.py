@@ -129,15 +129,15 @@ def test_betas_are_two(betas: str, words: str) -> None:
 
 
 def test_a_wrong_member_of_a_union_is_explained_once_with_all_forms() -> None:
-    assert complaint(under(("training", "logger"), "mlflow")).splitlines() == [
-        "my.yaml, line 4: training.logger: 'mlflow' is not allowed. Allowed: tensorboard, wandb, none, or a list",
+    assert complaint(under(("training", "logger"), "comet")).splitlines() == [
+        "my.yaml, line 4: training.logger: 'comet' is not allowed. Allowed: tensorboard, wandb, mlflow, none, or a list",
     ]
     assert complaint(under(("training", "fsdp", "activation_checkpointing"), "some")).splitlines() == [
         "my.yaml, line 5: training.fsdp.activation_checkpointing: 'some' is not allowed. "
         "Allowed: true or false, or selective",
     ]
-    assert complaint(under(("training", "logger"), "[wandb, mlflow]")).splitlines()[-1] == (
-        "my.yaml, line 4: training.logger.1: 'mlflow' is not allowed. Allowed: tensorboard, wandb, none"
+    assert complaint(under(("training", "logger"), "[wandb, comet]")).splitlines()[-1] == (
+        "my.yaml, line 4: training.logger.1: 'comet' is not allowed. Allowed: tensorboard, wandb, mlflow, none"
     )
 
 

@@ -7,7 +7,11 @@ import functools
 import json
 import os
 import signal
+import sys
+import time
+from collections import namedtuple
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +274,87 @@ def test_tensorboard_and_offline_wandb_get_what_metrics_jsonl_gets(ranks: RankPo
     assert events.Scalars("eval/loss")[0].step == 0
     offline = list((run / "wandb").glob("offline-run-*/*.wandb"))
     assert len(offline) == 1 and offline[0].stat().st_size > 0
+
+
+def test_mlflow_gets_what_metrics_jsonl_gets(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = [*DDP, "training.logger=mlflow", "training.max_steps=4", f"training.wandb_project={'x' * 600}"]
+    began = time.time()
+    ranks.run(2, _fit_with_mlflow, overrides, str(tmp_path))
+    run = tmp_path / "runs" / "ragged"
+    written = lines(run / "mlflow.db")
+    assert written[:2] == [{"experiment": "shardwise"}, {"run": "ragged", "of": "shardwise"}]
+    assert written[-1] == {"terminated": "run 1"}
+    batches = written[2:-1]
+    assert {line["batch"] for line in batches} == {"run 1"}
+    assert max(len(line["params"]) for line in batches) <= 100
+    params = dict(param for line in batches for param in line["params"])
+    assert params["training.batch_size"] == "3" and params["training.optimizer.lr"] == "0.01"
+    assert params["training.wandb_project"] == "x" * 500 and "training.checkpoint_dir" not in params
+    metrics = [metric for line in batches for metric in line["metrics"]]
+    expected = {line["step"]: line["loss"] for line in lines(run / "metrics.jsonl") if "eval" not in line}
+    assert {step: value for name, value, _, step in metrics if name == "loss"} == pytest.approx(expected)
+    assert next(step for name, _, _, step in metrics if name == "eval/loss") == 0
+    assert all(began - 1 < when / 1000 < time.time() + 1 for _, _, when, _ in metrics)
+
+    ranks.run(2, _fit_with_mlflow, [*overrides, "training.max_steps=6"], str(tmp_path), "auto")
+    more = lines(run / "mlflow.db")[len(written) :]
+    assert more[0] == {"run": "ragged", "of": "shardwise"} and more[-1] == {"terminated": "run 2"}
+    assert {step for line in more[1:-1] for _, _, _, step in line["metrics"]} == {6}
+
+    elsewhere = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/server", "MLFLOW_EXPERIMENT_NAME": "mine"}
+    other = ["training.logger=mlflow", "training.max_steps=1", "run_dir=other"]
+    ranks.run(1, _fit_with_mlflow, other, str(tmp_path), None, elsewhere)
+    assert lines(tmp_path / "server")[:2] == [{"experiment": "mine"}, {"run": "ragged", "of": "mine"}]
+
+
+def _fit_with_mlflow(
+    overrides: list[str], folder: str, resume: str | None = None, environ: dict[str, str] | None = None
+) -> None:
+    """With a package of that name that writes down what it is asked for."""
+    package, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    vars(package)["MlflowClient"] = _Client
+    vars(entities)["Metric"] = namedtuple("Metric", "key value timestamp step")
+    vars(entities)["Param"] = namedtuple("Param", "key value")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "mlflow", package)
+        patch.setitem(sys.modules, "mlflow.entities", entities)
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
+            patch.setenv(name, (environ or {}).get(name, ""))
+        try:
+            work.run_fit(CONFIG, overrides, folder, resume=resume)
+        finally:
+            sys.modules.pop("shardwise.watch.trackers.mlflow", None)
+
+
+class _Client:
+    """As MLflow's, of which it has what is called."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self.file = Path(tracking_uri.removeprefix("sqlite:///"))
+        assert self.file.is_absolute()
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        known = [line for line in lines(self.file) if line.get("experiment") == name] if self.file.exists() else []
+        return SimpleNamespace(experiment_id=name) if known else None
+
+    def create_experiment(self, name: str) -> str:
+        self._write({"experiment": name})
+        return name
+
+    def create_run(self, experiment_id: str, *, run_name: str) -> Any:
+        self._write({"run": run_name, "of": experiment_id})
+        number = sum("run" in line for line in lines(self.file))
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"run {number}"))
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self._write({"batch": run_id, "metrics": metrics, "params": params})
+
+    def set_terminated(self, run_id: str) -> None:
+        self._write({"terminated": run_id})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(ranks: RankPool, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.config import Config, parse_config
 from shardwise.config.registry import BUILT_IN
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, MissingExtra
 from shardwise.watch.trackers import open_trackers, require_trackers
 from tests.conftest import REPOSITORY
 
@@ -80,6 +80,14 @@ def test_what_is_no_tracker_is_refused_before_the_run(monkeypatch: pytest.Monkey
 
 
 NOT_A_TRACKER = 5
+
+
+def test_mlflow_is_asked_for_by_its_package_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # as where it is not installed
+    monkeypatch.delitem(sys.modules, "shardwise.watch.trackers.mlflow", raising=False)
+    with pytest.raises(MissingExtra) as caught:
+        require_trackers(parse_config("task: chess\ntraining: {logger: [mlflow]}"))
+    assert str(caught.value) == "training.logger: mlflow needs the package 'mlflow': pip install mlflow"
 
 
 def test_none_is_no_tracker(tmp_path: Path) -> None:

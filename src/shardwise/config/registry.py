@@ -40,6 +40,7 @@ BUILT_IN: dict[Group, dict[str, str]] = {
     "shardwise.trackers": {
         "tensorboard": "shardwise.watch.trackers.tensorboard:TensorBoard",
         "wandb": "shardwise.watch.trackers.wandb:WeightsAndBiases",
+        "mlflow": "shardwise.watch.trackers.mlflow:MLflow",
     },
 }
 
