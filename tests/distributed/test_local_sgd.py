@@ -90,7 +90,8 @@ def test_it_learns_what_ddp_learns(ranks: RankPool) -> None:
 
 
 def test_ranks_have_the_same_weights_after_every_third_step_and_only_then(ranks: RankPool) -> None:
-    first, second = ranks.run(2, work.with_session, CONFIG, local(), _weights_after_each_step)
+    """And the same running statistics."""
+    first, second = ranks.run(2, work.with_session, NORMED, local(), _weights_after_each_step)
     same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(first, second, strict=True)]
     assert same == [False, False, True] * 3 + [False]
 
@@ -162,6 +163,17 @@ def _moments(session: Any) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- resume
+
+
+def test_every_rank_gets_its_own_back(ranks: RankPool, tmp_path: Path) -> None:
+    """Weights, running statistics and moments; each rank evaluates with the average before and after."""
+    saved = ranks.run(2, work.with_session, NORMED, local(tmp_path), _state_after_four_steps)
+    resumed = ranks.run(2, work.with_session, NORMED, local(tmp_path), _resumed_state)
+    for ours, theirs in zip(resumed, saved, strict=True):
+        assert ours["metrics"] == theirs["metrics"]
+        assert_equal(ours["weights"], theirs["weights"])
+        assert_equal(ours["moments"], theirs["moments"])
+    assert not torch.equal(*(each["weights"]["norm.0.inner.running_mean"] for each in resumed))
 
 
 @pytest.mark.parametrize("steps", range(1, 7))
