@@ -48,13 +48,10 @@ def _schema(task: str) -> int:
 
 
 def _keys(task: str | None) -> int:
-    from shardwise.config import Config
-    from shardwise.config.load import built_in_blocks, config_class
-    from shardwise.config.reference import reference, reference_of
-    from shardwise.config.registry import BUILT_IN
+    from shardwise.config.load import config_class
+    from shardwise.config.reference import reference, reference_of_all
 
-    blocks = {name: built_in_blocks(name) for name in BUILT_IN["shardwise.tasks"]}
-    show(reference(config_class(task)) if task else reference_of(Config, blocks), end="")
+    show(reference(config_class(task)) if task else reference_of_all(), end="")
     return 0
 
 

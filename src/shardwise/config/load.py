@@ -108,6 +108,13 @@ def _strategy_block(training: Any) -> tuple[str, type[Block]] | None:
     return None if block is None else (name, block)
 
 
+def strategy_blocks() -> dict[str, type[Block]]:
+    """Of the strategies that come with shardwise, those that schema.py does not know. Imports all of them, and torch."""
+    entries = [lookup("shardwise.strategies", name) for name in BUILT_IN["shardwise.strategies"]]
+    found = {entry.name: getattr(load(entry), "block", None) for entry in entries if entry is not None}
+    return {name: block for name, block in found.items() if block is not None}
+
+
 def make_task(config: Config) -> Any:
     """The task of a config, ready to be asked for its data and its model."""
     return load_task_class(config.task)(use_fetched(config))

@@ -9,7 +9,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from shardwise.config.explain import models_in
-from shardwise.config.schema import Block
+from shardwise.config.load import built_in_blocks, strategy_blocks
+from shardwise.config.registry import BUILT_IN
+from shardwise.config.schema import Config
 
 
 def reference(schema: type[BaseModel]) -> str:
@@ -19,13 +21,15 @@ def reference(schema: type[BaseModel]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def reference_of(schema: type[BaseModel], tasks: dict[str, dict[str, type[Block]]]) -> str:
-    """What every task has, then the blocks of each task."""
+def reference_of_all() -> str:
+    """What every task has, then the blocks of strategies that have their own, then those of each task."""
     lines: list[str] = []
-    _describe(schema, "", lines)
-    for task, blocks in tasks.items():
+    _describe(Config, "", lines)
+    for name, block in strategy_blocks().items():
+        _describe(block, f"training.{name}", lines)
+    for task in BUILT_IN["shardwise.tasks"]:
         lines += [f"# task: {task}", ""]
-        for key, block in blocks.items():
+        for key, block in built_in_blocks(task).items():
             if block.model_fields:
                 _describe(block, key, lines)
     return "\n".join(lines).rstrip() + "\n"

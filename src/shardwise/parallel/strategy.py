@@ -216,7 +216,7 @@ class Strategy:
         ]
 
     def share_buffers(self) -> None:
-        """Running statistics are those of the first copy on every rank: to evaluate with, and to save."""
+        """Running statistics are those of the first copy on every rank: before every evaluation and every checkpoint."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             kept = set(self.module.state_dict())
             for name, buffer in self.module.named_buffers():
@@ -233,7 +233,8 @@ class Strategy:
     def make_optimizer(
         self, kind: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """Built after the model is wrapped: the optimizer must hold the parameters as they are now."""
+        """Built after the model is wrapped: the optimizer must hold the parameters as they are now. A strategy that needs its
+        optimizer later keeps it here."""
         return kind(groups, **settings)
 
     @property
@@ -303,7 +304,7 @@ class Strategy:
         )
 
     def after_update(self, step: int) -> None:
-        """The optimizer has made its `step`-th step, from 1."""
+        """The optimizer has made its `step`-th step, from 1. Not called where a step was skipped."""
 
     @property
     def forward_clock(self) -> Literal["device", "host", "thread"] | None:
@@ -323,7 +324,8 @@ class Strategy:
         return False
 
     def extra_state(self) -> dict[str, Tensor] | None:
-        """Tensors of this rank alone that belong into a checkpoint, besides weights and moments. Not None: it has some."""
+        """Tensors of this rank alone that belong into a checkpoint, besides weights and moments. Not None: it has some. Asked
+        within `one_model`; they are copied before training goes on. Also asked before a resume: whether there can be some."""
         return None
 
     def load_extra_state(self, tensors: dict[str, Tensor]) -> bool:
