@@ -23,6 +23,7 @@ COMPAT = sorted((SOURCE / "compat").glob("*.py"))
 OF_OTHERS = {
     "_SubParsersAction": "argparse",
     "_actions": "argparse",
+    "_run_exitfuncs": "atexit",
     "_exit": "os",
     "_fields": "named tuples",
     "_fingerprint": "datasets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,6 +25,9 @@ from shardwise.parallel.object_collectives import (
     gather_bytes,
     gather_plain,
 )
+
+LETTING_GO = 0.01
+"""Seconds, of which microseconds are needed."""
 
 
 @dataclass
@@ -130,6 +134,9 @@ class World:
     def leave(self) -> None:
         if self.connected and dist.is_initialized():
             dist.destroy_process_group()
+            # A thread of gloo may still have to let go of the last collective's tensors, for which it needs Python's lock: if the
+            # interpreter ends meanwhile, it aborts the process (torch 2.13: "terminate called without an active exception").
+            time.sleep(LETTING_GO)
         self.connected = False
 
 
