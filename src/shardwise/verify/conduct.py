@@ -130,7 +130,7 @@ class _Proof:
             name=name,
             folder=self.folder / name.replace(" ", "-"),
             target=request.target.path.resolve(),
-            overrides=request.overrides,
+            values=request.target.values,
             kind=kind,
             world=world,
             ranks=self.ranks,
@@ -157,7 +157,9 @@ class _Proof:
                     f"{plan.batching.global_batch}: only runs on the same batches can be compared"
                 )
             plan = replace(plan, batching=batching)
-        other = self._like(ranks, "against", target=against.path.resolve(), strategy=None, plan=plan)
+        other = self._like(
+            ranks, "against", target=against.path.resolve(), values=against.values, strategy=None, plan=plan
+        )
         return replace(other, name=str(against.path))
 
     def _say(self, line: str) -> None:

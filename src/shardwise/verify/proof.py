@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardwise.config.load import config_values
 from shardwise.config.registry import BUILT_IN
 from shardwise.errors import ConfigError
 from shardwise.launch.scratch import scratch_folder
@@ -40,12 +39,12 @@ def verify(
     other = None if against is None else Target.read(against, overrides)
     ranks = ranks or (mine.config.training.num_gpus if mine.config else None) or 2
     built_in = mine.config is not None and mine.config.task in BUILT_IN["shardwise.tasks"]
-    rehearsed = config_values(mine.config) if mine.config is not None and built_in else None
+    rehearsed = mine.values if built_in else None
     # There are more ranks than cores: a thread that waits must not keep one busy.
     start_server(["shardwise.verify.rank"], rehearsed, {"OMP_WAIT_POLICY": "PASSIVE"})
 
     from shardwise.verify.conduct import conduct  # torch: imported while the server does the same
 
-    request = Request(mine, other, ranks, strategy, steps, tuple(overrides), planted, hang_timeout, say, began)
+    request = Request(mine, other, ranks, strategy, steps, planted, hang_timeout, say, began)
     with scratch_folder("shardwise-verify-") as folder:
         return conduct(request, folder)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.config import load_config
-from shardwise.config.load import load_task_class
+from shardwise.config.load import config_from_values, load_task_class
 from shardwise.engine.observers import observing
 from shardwise.engine.session import Session
 from shardwise.verify.coverage import cover
@@ -43,12 +42,12 @@ def rank(spec: RunSpec) -> int:
 
 def _train(spec: RunSpec) -> None:
     """The user's program, or for a config the loop of Session's docstring."""
-    if spec.target.suffix == ".py":
+    if spec.values is None:
         sys.argv = [str(spec.target)]
         sys.path.insert(0, str(spec.target.resolve().parent))
         runpy.run_path(str(spec.target), run_name="__main__")
         return
-    config = load_config(spec.target, spec.overrides)
+    config = config_from_values(spec.values)
     load_task_class(config.task)
     with Session(config) as session:
         session.prepare()

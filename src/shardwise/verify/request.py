@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwise.config import Config, load_config
+from shardwise.config.load import config_values
 from shardwise.errors import ConfigError
 
 
@@ -27,6 +29,11 @@ class Target:
             raise ConfigError("--set is for config files; a program's config is its own")
         return cls(path, None)
 
+    @property
+    def values(self) -> dict[str, Any] | None:
+        """The config as it was read, to be sent to ranks."""
+        return None if self.config is None else config_values(self.config)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -37,7 +44,6 @@ class Request:
     strategy: str | None
     """Instead of the config's."""
     steps: int
-    overrides: tuple[str, ...]
     planted: str | None
     """Import path of a function that plants a bug in every run: for the tests of verify itself."""
     hang_timeout: float

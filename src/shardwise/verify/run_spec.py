@@ -34,7 +34,8 @@ class RunSpec:
     """Records, logs and errors of the ranks; and the run folder."""
     target: Path
     """A config or a program."""
-    overrides: tuple[str, ...]
+    values: dict[str, Any] | None
+    """Of the config, with its overrides; None: a program, which has its own."""
     kind: Literal["probe", "coverage", "train"]
     world: int
     ranks: int
