@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from shardwise.config import Config
-from shardwise.engine import step as step_module
+from shardwise.engine import forward_passes as passes_module
 from shardwise.engine.fit import fit
 from shardwise.engine.session import Session
 from tests.tasks import config_of
@@ -28,10 +28,10 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
           save_each: bool = False, per_rank_mean: bool = False, evaluate: bool = False) -> Record:  # fmt: skip
     """Train through the five verbs. Returns per-step loss and gradient norm, the sample ids, and the final weights."""
     config = config_of(text, overrides)
-    original = step_module.loss_weight
+    original = passes_module.loss_weight
     if per_rank_mean:  # the mistake that rule 1 is about: every micro-batch divided by its own count
         micro_batches = config.training.gradient_accumulation or 1
-        step_module.loss_weight = lambda copies, global_count, micro_count: 1 / (micro_count * micro_batches)
+        passes_module.loss_weight = lambda copies, global_count, micro_count: 1 / (micro_count * micro_batches)
     try:
         with Session(config) as session:
             session.prepare()
@@ -59,7 +59,7 @@ def train(text: str, overrides: list[str], *, steps: int | None = None, resume: 
                 session.wait()
             return record
     finally:
-        step_module.loss_weight = original
+        passes_module.loss_weight = original
 
 
 def resumed_bit_for_bit(

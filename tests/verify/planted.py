@@ -22,8 +22,8 @@ from shardwise.config.seeds import Purpose
 from shardwise.data import Cursor, GlobalOrder, StepBatch
 from shardwise.data.order import GlobalBatch
 from shardwise.data.seeding import seed_everything
+from shardwise.engine import forward_passes
 from shardwise.engine import session as session_module
-from shardwise.engine import step
 from shardwise.engine.session import Session
 from shardwise.engine.state import RunState
 from shardwise.parallel import recipe as recipe_module
@@ -38,7 +38,7 @@ recipe: Any = recipe_module
 strategies: Any = strategy_module
 ddp: Any = ddp_module
 engine: Any = session_module
-steps: Any = step
+steps: Any = forward_passes
 checkpoints: Any = state
 RANK = "RANK"
 

@@ -73,7 +73,7 @@ def test_rank_0_speaks_for_the_run_and_the_others_write_what_they_log_to_their_f
             console = Console(rank, 2, tmp_path)
             try:
                 console.say("step 1\n")
-                console.say("warning: slow")
+                console.warn("slow")
                 log.warning("no room on rank %d", rank)
                 print("printed by a task")
             finally:
@@ -101,7 +101,7 @@ def test_a_console_says_as_much_as_the_level_lets_it(
     try:
         console.say("step 1")
         console.show("the live line")
-        console.say("warning: slow")
+        console.warn("slow")
     finally:
         console.close()
     assert capsys.readouterr().out == "warning: slow\n"
@@ -119,7 +119,7 @@ def test_a_handler_and_a_level_of_the_users_own_are_left_alone(
     try:
         console = Console(0, 1, tmp_path)
         console.say("step 1")
-        console.say("warning: slow")
+        console.warn("slow")
         console.close()
     finally:
         logger.removeHandler(handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import io
 import logging
@@ -67,8 +66,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             importlib.import_module(f"shardwise.cli.{name}").add_arguments(verb)
             _add_log_arguments(verb)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
-        near = difflib.get_close_matches(arguments[0], VERBS, n=1)
-        hint = f". Nearest: {near[0]}" if near else ""
+        from shardwise.config.registry import nearest  # not for --help, which must be there at once
+
+        near = nearest(arguments[0], VERBS)
+        hint = f". Nearest: {near}" if near else ""
         parser.error(f"{arguments[0]!r} is not a verb of shardwise: {', '.join(VERBS)}{hint}")
     return parser
 

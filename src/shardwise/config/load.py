@@ -103,16 +103,19 @@ def _strategy_block(training: Any) -> tuple[str, type[Block]] | None:
     name = training.get("strategy") if isinstance(training, dict) else None
     if not isinstance(name, str) or name not in training or name in Training.model_fields:
         return None
-    entry = lookup("shardwise.strategies", name)
-    block = None if entry is None else getattr(load(entry), "block", None)
+    block = _block_of(name)
     return None if block is None else (name, block)
 
 
 def strategy_blocks() -> dict[str, type[Block]]:
     """Of the strategies that come with shardwise, those that schema.py does not know. Imports all of them, and torch."""
-    entries = [lookup("shardwise.strategies", name) for name in BUILT_IN["shardwise.strategies"]]
-    found = {entry.name: getattr(load(entry), "block", None) for entry in entries if entry is not None}
+    found = {name: _block_of(name) for name in BUILT_IN["shardwise.strategies"]}
     return {name: block for name, block in found.items() if block is not None}
+
+
+def _block_of(strategy: str) -> type[Block] | None:
+    entry = lookup("shardwise.strategies", strategy)
+    return None if entry is None else getattr(load(entry), "block", None)
 
 
 def make_task(config: Config) -> Any:

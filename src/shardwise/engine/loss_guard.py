@@ -13,12 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
-
-import torch
+from typing import Literal
 
 from shardwise.config import Training
-from shardwise.data import MicroBatch, StepBatch
 from shardwise.engine.parts import Parts
 from shardwise.errors import LossSpike, NonFiniteError, ShardwiseError
 
@@ -56,23 +53,6 @@ class Decision:
     act: Act
     limit: float = math.inf
     """A spike's: what the loss would have had to stay below."""
-
-
-class Losses(Protocol):
-    """What a rank knows of the forward passes of a step."""
-
-    batch: StepBatch
-    losses: list[tuple[MicroBatch, torch.Tensor]]
-
-
-class Counted(Protocol):
-    """What a rank knows of a step's numbers."""
-
-    step: int
-    count: int
-
-    @property
-    def loss_sum(self) -> float: ...
 
 
 class LossHistory:
@@ -116,17 +96,6 @@ def blame(parts: Parts, decision: Decision, mine: BadLoss) -> list[BadLoss]:
     if parts.world.is_first:
         _write_down(Path(parts.config.run_folder), decision, blamed)
     return blamed
-
-
-def own_bad_loss(parts: Parts, result: Counted, passes: Losses, limit: float = math.inf) -> BadLoss:
-    """What this rank has to do with a bad step. Only here, when it is too late anyway, are single losses looked at."""
-    bad = [
-        micro for micro, loss in passes.losses if not float(loss) <= limit * max(1, micro.count) or not loss.isfinite()
-    ]
-    suspects = [micro for micro in bad or passes.batch.micro if not micro.request.borrowed]
-    found = [index for micro in suspects for index in micro.request.ids.tolist()]
-    loss = result.loss_sum / result.count if result.count else None
-    return BadLoss(result.step, passes.batch.epoch, parts.world.rank, loss, found, guilty=bool(bad))
 
 
 def nonfinite_before(parts: Parts, step: int, bad: BadLoss | None) -> ShardwiseError:

@@ -83,7 +83,7 @@ class Monitor(Observer):
             f"peak rate {session.parts.schedule.peak:.3g}"
         )
         if untested := untested_version():
-            self.console.say(f"warning: {untested}")
+            self.console.warn(untested)
         if session.plan.found_how:
             self.console.say(session.plan.found_how)
         if said := session.startup.sentence():
@@ -97,12 +97,12 @@ class Monitor(Observer):
                 self.console.say("changed since then, the earlier config is kept beside:  " + ";  ".join(changes))
             before = session.resumed_from.global_batch if session.resumed_from else batching.global_batch
             if before != batching.global_batch:
-                self.console.say(
-                    f"warning: the global batch was {before} and is {batching.global_batch} now, so the curve "
+                self.console.warn(
+                    f"the global batch was {before} and is {batching.global_batch} now, so the curve "
                     f"will not be the same; training.total_batch_size: {before} keeps it"
                 )
             if session.extra_state_lost:
-                self.console.say(f"warning: {session.strategy.extra_state_lost}")
+                self.console.warn(session.strategy.extra_state_lost)
             self._recall()
             if session.steps_done >= session.total_steps:
                 self.console.say("this run is finished; a larger training.max_epochs or max_steps makes it go on")
@@ -170,7 +170,7 @@ class Monitor(Observer):
             self._track(done, {key: value for key, value in record.items() if isinstance(value, float)})
         self.console.say(self._line(done, record))
         for each in slow:
-            self.console.say(f"warning: step {done}: {each.sentence()}")
+            self.console.warn(f"step {done}: {each.sentence()}")
         self._warn_of_waiting(done, record["data_wait_share"])
 
     def _went_back(self, result: StepResult) -> None:
@@ -272,8 +272,8 @@ class Monitor(Observer):
         batching = self.session.batching
         rest = len(self.session.train_data) % batching.global_batch
         if rest and rest // world.size <= 1 and batching.batch_size > 1:
-            self.console.say(
-                f"warning: the last batch of an epoch has {rest} sample(s) for {world.size} rank(s): batch norm learns little "
+            self.console.warn(
+                f"the last batch of an epoch has {rest} sample(s) for {world.size} rank(s): batch norm learns little "
                 "from one sample, or fails on it; another training.batch_size avoids it"
             )
         if world.size > 1:
@@ -297,8 +297,8 @@ class Monitor(Observer):
             else f"data.num_workers is {data.num_workers}: raise it while there are idle cores (here {os.cpu_count()}), or "
             "read less per sample"
         )
-        self.console.say(
-            f"warning: step {step}: {share:.0%} of the time is spent waiting for data. {remedy}. "
+        self.console.warn(
+            f"step {step}: {share:.0%} of the time is spent waiting for data. {remedy}. "
             "`shardwise bench data CONFIG` measures which part is slow"
         )
 

@@ -26,7 +26,7 @@ class PendingStep:
         if self._result is not None:
             result, self._result = self._result, None
             try:
-                self.bad_loss = result.wait_in_turn().bad_loss
+                self.bad_loss = result.wait(in_turn=True).bad_loss
             except ShardwiseError as error:
                 self.broken = error
                 raise

@@ -4,25 +4,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardwise.checkpoint.state import local_part
-from shardwise.engine.forward_timer import ForwardTimer
-from shardwise.engine.loss_guard import Decision, Losses, blame, own_bad_loss, stop_because
+from shardwise.engine.forward_passes import ForwardPasses
+from shardwise.engine.loss_guard import Decision, blame, stop_because
 from shardwise.engine.parts import Parts
 from shardwise.engine.step_result import StepResult
 
 
-class Passes(Losses, Protocol):
-    """What is left of a step's forward passes."""
-
-    loss_sum: torch.Tensor
-    timer: ForwardTimer
-
-
-def update_ahead(parts: Parts, result: StepResult, norm: torch.Tensor, passes: Passes) -> None:
+def update_ahead(parts: Parts, result: StepResult, norm: torch.Tensor, passes: ForwardPasses) -> None:
     """Clips and updates, or leaves everything as it is, without the host knowing which."""
     _read_later(parts, result, torch.stack([norm, passes.loss_sum]), passes)
     limit = parts.config.training.gradient_clip
@@ -34,7 +27,7 @@ def update_ahead(parts: Parts, result: StepResult, norm: torch.Tensor, passes: P
     parts.strategy.after_update(result.step)
 
 
-def _read_later(parts: Parts, result: StepResult, on_device: torch.Tensor, passes: Passes) -> None:
+def _read_later(parts: Parts, result: StepResult, on_device: torch.Tensor, passes: ForwardPasses) -> None:
     """Brings the norm and the loss to the host, without waiting for them; `result.awaited` waits, and looks at them."""
     on_host = torch.empty(on_device.shape, pin_memory=on_device.is_cuda)
     on_host.copy_(on_device, non_blocking=True)
@@ -49,10 +42,10 @@ def _read_later(parts: Parts, result: StepResult, on_device: torch.Tensor, passe
         norm, loss_sum = result.numbers = tuple(on_host.tolist())
         result.times["forward"] = passes.timer.seconds()
         if not math.isfinite(loss_sum):
-            result.bad_loss = own_bad_loss(parts, result, passes)
+            result.bad_loss = passes.bad_loss(result)
         if not math.isfinite(norm):  # on every rank
             decision = Decision("nonfinite", "stop")
-            raise stop_because(result.step, decision, blame(parts, decision, own_bad_loss(parts, result, passes)))
+            raise stop_because(result.step, decision, blame(parts, decision, passes.bad_loss(result)))
         return done_before
 
     result.awaited = wait

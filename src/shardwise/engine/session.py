@@ -56,7 +56,7 @@ from shardwise.parallel import Layout, Strategy, World
 from shardwise.tasks import Loss, Task
 from shardwise.watch.heartbeats import Phase, beat
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class Session:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
 
-from shardwise.engine.forward_timer import ForwardTimer
+from shardwise.engine.forward_passes import ForwardPasses
 from shardwise.engine.loss_guard import (
     Decision,
-    Losses,
     LossHistory,
     blame,
     judge,
-    own_bad_loss,
     stop_because,
     what_happened,
 )
@@ -26,16 +23,9 @@ SMALLEST_SCALE = 2.0**-24
 """A loss scale that has been halved down to here cannot be what makes fp16 gradients overflow."""
 
 
-class Passes(Losses, Protocol):
-    """What is left of a step's forward passes."""
-
-    loss_sum: torch.Tensor
-    global_count: float
-    timer: ForwardTimer
-    statistics: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def update_or_skip(parts: Parts, result: StepResult, norm: torch.Tensor, passes: Passes, losses: LossHistory) -> None:
+def update_or_skip(
+    parts: Parts, result: StepResult, norm: torch.Tensor, passes: ForwardPasses, losses: LossHistory
+) -> None:
     """Norm and loss are the same on every rank, and so is what is done about them."""
     training, scaler = parts.config.training, parts.scaler
     norm_seen, loss_sum = result.numbers = tuple(torch.stack([norm, passes.loss_sum]).tolist())
@@ -45,9 +35,9 @@ def update_or_skip(parts: Parts, result: StepResult, norm: torch.Tensor, passes:
     decision = judge(training, norm_seen, result.loss, losses, scaled=scaler.is_enabled())
     result.skipped = not math.isfinite(norm_seen) or decision is not None
     if not math.isfinite(loss_sum):
-        result.bad_loss = own_bad_loss(parts, result, passes)
+        result.bad_loss = passes.bad_loss(result)
     if decision is not None:
-        blamed = blame(parts, decision, own_bad_loss(parts, result, passes, decision.limit))
+        blamed = blame(parts, decision, passes.bad_loss(result, decision.limit))
         if decision.act == "stop":
             raise stop_because(result.step, decision, blamed)
         result.decision, result.trouble = decision, what_happened(decision, blamed)
@@ -62,7 +52,7 @@ def update_or_skip(parts: Parts, result: StepResult, norm: torch.Tensor, passes:
     parts.strategy.after_update(result.step)
 
 
-def _leave_as_it_was(parts: Parts, passes: Passes, *, finite: bool) -> None:
+def _leave_as_it_was(parts: Parts, passes: ForwardPasses, *, finite: bool) -> None:
     """Nothing of a step that was skipped stays, but what the loss scale of fp16 learns from it."""
     with torch.no_grad():
         for buffer, before in passes.statistics:
@@ -73,8 +63,8 @@ def _leave_as_it_was(parts: Parts, passes: Passes, *, finite: bool) -> None:
         parts.scaler.update()
 
 
-def _stop_if_hopeless(parts: Parts, result: StepResult, passes: Passes) -> None:
+def _stop_if_hopeless(parts: Parts, result: StepResult, passes: ForwardPasses) -> None:
     if parts.scaler.is_enabled() and parts.scaler.get_scale() < SMALLEST_SCALE:
-        mine = result.bad_loss or own_bad_loss(parts, result, passes)
+        mine = result.bad_loss or passes.bad_loss(result)
         hopeless = Decision("nonfinite", "stop")
         raise stop_because(result.step, hopeless, blame(parts, hopeless, mine))

@@ -53,18 +53,13 @@ class StepResult:
         """Of this rank. Session.loss reduces it over all ranks."""
         return self.wait().numbers[1]
 
-    def wait(self) -> StepResult:
-        """Until the device has made this step. All ranks call it together; it says if the numbers are bad."""
+    def wait(self, *, in_turn: bool = False) -> StepResult:
+        """Until the device has made this step. All ranks call it together; it says if the numbers are bad. `in_turn`: the host
+        has prepared the next step, and now it shows who waited for whom."""
         if self.awaited is not None:
             awaited, self.awaited = self.awaited, None
-            awaited()
-        return self
-
-    def wait_in_turn(self) -> StepResult:
-        """The same, when the host has prepared the next step: now it shows who waited for whom."""
-        if self.awaited is not None:
-            awaited, self.awaited = self.awaited, None
-            self.device_idle = awaited()
+            done_before = awaited()
+            self.device_idle = done_before if in_turn else None
         return self
 
     @property

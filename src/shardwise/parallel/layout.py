@@ -29,7 +29,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """How many different shares of a global batch there are."""
-        return self.world.size // (self.size("stage") * self.size("tensor"))
+        return copies_in(self.axes, self.world.size)
 
     @property
     def data_rank(self) -> int:
@@ -74,6 +74,12 @@ class Layout:
     def first_copy(self) -> int:
         """The global rank of the first of them."""
         return self.stage * (self.world.size // self.size("stage"))
+
+
+def copies_in(axes: Axes, ranks: int) -> int:
+    """Of the model: those that share one, by its blocks or by its matrices, work on the same samples."""
+    sizes = dict(axes)
+    return ranks // (sizes.get("stage", 1) * sizes.get("tensor", 1))
 
 
 def group_size(key: str, size: int, ranks: int) -> int:

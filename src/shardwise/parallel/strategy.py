@@ -26,7 +26,7 @@ from shardwise.kernels.regions import Regions
 from shardwise.optimizers import update_rule
 from shardwise.parallel.advice import Question, Suggestion
 from shardwise.parallel.gradients import global_norm, gradients
-from shardwise.parallel.layout import Axes, Layout
+from shardwise.parallel.layout import Axes, Layout, copies_in
 from shardwise.parallel.memory import ModelSizes, Remedy, Shortage, StateBytes, whole_copy
 from shardwise.parallel.recipe import ModelSpec
 
@@ -112,8 +112,7 @@ class Strategy:
 
     def copies(self, ranks: int) -> int:
         """Among how many copies of the model this many ranks share a global batch."""
-        sizes = dict(self.axes(ranks))
-        return ranks // (sizes.get("stage", 1) * sizes.get("tensor", 1))
+        return copies_in(self.axes(ranks), ranks)
 
     def devices_per_process(self, kind: str) -> int:
         """`kind`: cpu or cuda."""

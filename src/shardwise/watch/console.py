@@ -77,11 +77,13 @@ class Console:
             self.terminal = self._log
             sys.stdout = sys.stderr = _Prefixed(self._log, self.prefix)
 
-    def say(self, text: str = "") -> None:
-        """A line that stays, of the run and not of this rank alone. One that begins with "warning: " is one."""
+    def say(self, text: str = "", level: int = logging.INFO) -> None:
+        """A line that stays, of the run and not of this rank alone."""
         if self.speaks:
-            told = text.removeprefix("warning: ")
-            log.log(logging.INFO if told == text else logging.WARNING, told)
+            log.log(level, text)
+
+    def warn(self, text: str) -> None:
+        self.say(text, logging.WARNING)
 
     def show(self, text: str) -> None:
         """The live line: replaced by the next one. On a terminal only."""

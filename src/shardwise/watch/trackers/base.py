@@ -11,7 +11,7 @@ from shardwise.config import Config
 from shardwise.config.registry import load, lookup
 from shardwise.errors import ConfigError, one_line
 
-log = logging.getLogger("shardwise")
+log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
