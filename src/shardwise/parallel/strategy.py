@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.compat.modules import buffers_of, temporary_buffers_of
+from shardwise.compat.distributed import name_without_wrapper
 from shardwise.config import Block, Config, Training
 from shardwise.config.registry import BUILT_IN, known, load, lookup
 from shardwise.errors import ConfigError, ShardwiseError
@@ -204,23 +204,22 @@ class Strategy:
         """A rank that computes with `alone` meets the others on the way, and keeps them waiting if it fails."""
         return self.layout.world.size > 1
 
+    def running_buffers(self) -> dict[str, Tensor]:
+        """Those that belong into a checkpoint, such as batch norm's statistics, by name: a forward pass may change them."""
+        kept = set(self.module.state_dict())  # which knows nothing of the wrappers of recomputed blocks
+        named = ((name_without_wrapper(name), buffer) for name, buffer in self.module.named_buffers())
+        return {name: buffer for name, buffer in named if name in kept}
+
     @cached_property
     def statistics(self) -> list[Tensor]:
-        """The buffers that belong into a checkpoint, such as batch norm's: a forward pass may change them."""
-        return [
-            buffer
-            for module in self.module.modules()
-            for name, buffer in buffers_of(module).items()
-            if buffer is not None and name not in temporary_buffers_of(module)
-        ]
+        """The same, without their names, asked once: for every step."""
+        return list(self.running_buffers().values())
 
     def share_buffers(self) -> None:
         """Running statistics are those of the first copy on every rank: before every evaluation and every checkpoint."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            kept = set(self.module.state_dict())
-            for name, buffer in self.module.named_buffers():
-                if name in kept:
-                    dist.broadcast(buffer, src=self.layout.first_copy, group=self.layout.copies)
+            for buffer in self.running_buffers().values():
+                dist.broadcast(buffer, src=self.layout.first_copy, group=self.layout.copies)
 
     @contextmanager
     def one_model(self, *, moments: bool = False) -> Iterator[None]:

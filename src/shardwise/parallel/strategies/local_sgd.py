@@ -163,8 +163,7 @@ class LocalSgd(Strategy):
         }
 
     def _buffers(self) -> dict[str, Tensor]:
-        kept = set(self.module.state_dict())
-        return {f"buffers.{name}": buffer for name, buffer in self.module.named_buffers() if name in kept}
+        return {f"buffers.{name}": buffer for name, buffer in self.running_buffers().items()}
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters()
