@@ -62,6 +62,10 @@ def gradients_are_added_up_instead_of_averaged() -> None:
     steps.loss_weight = lambda world, count, micro: world * world / count
 
 
+def gradients_of_ranks_are_two_percent_too_large() -> None:
+    steps.loss_weight = lambda world, count, micro: world / count * (1.02 if world > 1 else 1)
+
+
 def accumulation_leaves_out_the_last_micro_batch() -> None:
     run_step = engine.run_step
 

@@ -118,6 +118,14 @@ def test_a_planted_bug_is_caught_and_its_cause_named(
     assert report.causes[0] is cause, report.as_text()
 
 
+def test_what_hides_in_the_rounding_of_a_narrow_type_is_seen_in_fp32(tmp_path: Path) -> None:
+    narrow = ["training.precision=bf16-mixed"]
+    report = run(tmp_path, "gradients_of_ranks_are_two_percent_too_large", overrides=narrow)
+    found = {check.name: check.status for check in report.checks}
+    assert found["gradients at step 1 in fp32"] == "FAIL", report.as_text()
+    assert report.causes[0] is Cause.WRONG_SCALING and report.exit_code == 1
+
+
 def test_a_parameter_that_some_ranks_do_not_use_is_named_with_the_ranks(tmp_path: Path) -> None:
     """DDP that looks for unused parameters goes on without a word."""
     report = run(tmp_path, "one_rank_detaches_a_parameter", overrides=["training.ddp.find_unused_parameters=true"])

@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: everything holds. 1: something does not. 2: it could not be tried (an error, told by the caller)."""
+    """0: all is proved. 1: something failed. 3: nothing failed, something is not proved. 2: it could not be tried (an error, told
+    by the caller)."""
     from shardwise.errors import ConfigError
     from shardwise.verify.proof import verify
 
@@ -40,4 +41,4 @@ def run(args: argparse.Namespace) -> int:
         say=log.info,
     )
     show(report.as_json() if args.json else report.as_text())
-    return 0 if report.passed else 1
+    return report.exit_code

@@ -34,20 +34,22 @@ class Compared:
         """What rounding explains."""
         return self.tolerance.gradients.get(name, self.tolerance.floor)
 
-    def weight_limit(self, name: str) -> float:
-        return self.tolerance.weights.get(name, self.tolerance.floor)
+    def weight_limit(self, name: str, step: int) -> float:
+        return self.tolerance.weights.get(step, {}).get(name, self.tolerance.floor)
 
 
 def figures_of(group: GroupResult) -> Figures:
     """Parameters that only some ranks hold are taken from those."""
     gradients: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
+    weights: dict[int, dict[str, Tensor]] = {}
     for record in reversed(group.records):
         gradients |= record["gradients"]
-        weights |= record["weights"]
+        last = record["snapshots"]["end"]["steps_done"]
+        for step, found in (record["weights_by_step"] | {last: record["weights"]}).items():
+            weights.setdefault(step, {}).update(found)
     names = list(dict.fromkeys(name for record in group.records for name in record["initial"]))
     return Figures(
         Curve.of(group.steps),
         {name: gradients[name] for name in names if name in gradients},
-        {name: weights[name] for name in names if name in weights},
+        {step: {name: found[name] for name in names if name in found} for step, found in sorted(weights.items())},
     )

@@ -20,7 +20,7 @@ from shardwise.verify.compared import Compared, figures_of
 from shardwise.verify.coverage import check_coverage
 from shardwise.verify.failure_report import trouble_of
 from shardwise.verify.groups import GroupResult, run_groups
-from shardwise.verify.measure import Tolerance, is_narrow, same_at_first
+from shardwise.verify.measure import Tolerance, is_narrow
 from shardwise.verify.parity import check_parity, check_single
 from shardwise.verify.probe import Probe
 from shardwise.verify.report import Check, Report, failed, noted
@@ -32,12 +32,40 @@ from shardwise.watch.heartbeats import Phase
 
 def conduct(request: Request, folder: Path) -> Report:
     """`folder`: for all that the runs leave behind."""
-    return _Proof(request, folder).report()
+    proof = _Proof(request, folder)
+    report = proof.report()
+    if is_narrow(proof.precision) and request.against is None:
+        report.checks = _with_fp32(report.checks, _Proof(request, folder / "fp32", WIDE).report(), proof.precision)
+    report.seconds = time.monotonic() - request.began
+    return report
+
+
+def _with_fp32(checks: list[Check], wide: Report, precision: str) -> list[Check]:
+    """In a narrow type small mistakes hide in rounding, so numbers are compared in fp32 as well. What the narrow type leaves open
+    on a way of several steps is noted where fp32 has proved it; gradients must be proved in both."""
+    numbers = [check for check in wide.checks if check.group == "parity" and check.name not in _SAME_IN_ANY_PRECISION]
+    proved = {check.name for check in numbers if check.status == "pass"} - {"one process", "gradients at step 1"}
+    narrow = [
+        replace(check, status="note", why=f"In {precision} that proves nothing; it is proved in fp32, below")
+        if check.status == "not proved" and check.name in proved
+        else check
+        for check in checks
+    ]
+    after = 1 + max((index for index, check in enumerate(checks) if check.group == "parity"), default=-1)
+    return [*narrow[:after], *(replace(check, name=f"{check.name} in fp32") for check in numbers), *narrow[after:]]
+
+
+_SAME_IN_ANY_PRECISION = {"tied weights", "initial weights", "samples", "learning rate", "parameters", "data"}
+WIDE = "32-true"
 
 
 class _Proof:
-    def __init__(self, request: Request, folder: Path) -> None:
+    def __init__(self, request: Request, folder: Path, precision: str | None = None) -> None:
+        """`precision`: instead of the config's; then numbers are compared, and nothing else."""
         self.request, self.folder, self.ranks = request, folder, request.ranks
+        self.numbers_only, self.instead = precision is not None, precision
+        self.precision = precision or WIDE
+        """Of the runs, when the probe has found it out."""
         self.device, self.device_said = self._device()
         self._refuse()
         self.results: dict[str, GroupResult] = {}
@@ -71,7 +99,7 @@ class _Proof:
         save_at = rng.randint(1, steps - 3)
         kill_at = rng.randint(save_at + 1, steps - 1)
 
-        plan = probe.plan
+        plan, self.precision = probe.plan, probe.precision
         ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
         one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
         split = self._like(one, "split", batches="shares")
@@ -88,6 +116,7 @@ class _Proof:
         coverage = self._spec("coverage", kind="coverage", batches="whole", plan=plan)
         other = self._other(ranks, against) if against is not None else None
         more = [other] if other else [coverage, *([killed] if fine else [])]
+        more = [] if self.numbers_only else more
         said = f", and ranks that are killed by SIGKILL in step {kill_at}" if killed in more else ""
         self._say(f"one process again: reordered, and in the ranks' micro-batches{said}")
         self._run(split, again[1], *more)
@@ -97,16 +126,13 @@ class _Proof:
 
         single, in_parts, *repeated = (figures_of(self.results[spec.name]) for spec in (one, split, *again))
         record = self.results[one.name].record()
-        if is_narrow(probe.precision) and not probe.by_batch_norm:
-            # In a narrow type every micro-batch rounds its own gradient: one more order of additions, if it is only that.
-            repeated += [in_parts] if same_at_first(in_parts, single, probe.precision) else []
         reference = in_parts if probe.by_batch_norm else single
         tolerance = Tolerance.measured(reference, repeated, probe.precision, record["initial_weights"])
 
         report = Report(self._about(probe, ranks))
         report.checks += check_single(probe, single, record, tolerance)
         report.checks += self._parity(probe, ranks, other or base, tolerance)
-        if other is None:
+        if coverage in more:
             report.checks += self._coverage(coverage)
         if killed in more:
             report.checks += self._resume(ranks, killed, probe, tolerance, record["initial_weights"])
@@ -114,7 +140,7 @@ class _Proof:
             if result.fine:
                 report.checks += check_agreement(result, probe)
                 report.allow_unequal(result.record()["strategy"], result.record()["unequal"])
-        report.seconds = time.monotonic() - self.request.began
+        report.not_looked_at = self._not_looked_at(probe)
         return report
 
     def _probe(self) -> Probe:
@@ -127,8 +153,9 @@ class _Proof:
     def _spec(self, name: str, *, kind: Any = "train", world: int = 1, **more: Any) -> RunSpec:
         request = self.request
         return RunSpec(
-            name=name,
+            name=f"{name} in fp32" if self.numbers_only else name,
             folder=self.folder / name.replace(" ", "-"),
+            precision=self.instead,
             target=request.target.path.resolve(),
             values=request.target.values,
             kind=kind,
@@ -270,11 +297,32 @@ class _Proof:
             "dropout is off in every run; gradients are compared as they are before clipping",
         ]
         if is_narrow(probe.precision):
-            lines.append(
-                "in this precision rounding explains much: --set training.precision=32-true sees far smaller errors"
-            )
+            lines.append("in this precision rounding explains much, so all numbers are compared in fp32 as well")
         if probe.comm_hook != "none":
             lines.append(
                 f"comm_hook {probe.comm_hook} is switched off: compressed gradients are other gradients, by design"
             )
         return lines + ([probe.clip_said] if probe.clip_said else [])
+
+    def _not_looked_at(self, probe: Probe) -> list[str]:
+        window, steps = probe.plan.window, self.request.steps
+        beyond = probe.samples - window
+        return [
+            "dropout: it is off in every run",
+            *(
+                [f"{beyond} of {probe.samples} training samples: gradients are compared on the other {window}"]
+                if beyond
+                else []
+            ),
+            f"steps after the first {steps}; gradients, parameter by parameter, after step 1",
+            "evaluation: whether its metrics are the same on one process and on the ranks, and whether it changes anything",
+            "data as ranks of other interpreters would make them: order of sets and hashes, order of files in a folder",
+            *(
+                ["how the program itself saves and resumes: verify does both for it"]
+                if self.request.target.config is None
+                else []
+            ),
+            *([] if self.device == "cuda" else ["kernels of a GPU: everything ran on the CPU"]),
+            f"strategies other than the one above{'' if self.ranks > 1 else ', and more than one rank'}",
+            *([f"comm_hook {probe.comm_hook}"] if probe.comm_hook != "none" else []),
+        ]

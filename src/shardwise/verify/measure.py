@@ -1,14 +1,16 @@
 """How far two runs are apart, and how far rounding alone may bring them.
 
-The tolerance is measured: the reference runs again with the samples of each batch in another order, another number of
-threads, and its weights changed in the last digit before every step. What that moves, rounding moves.
+The tolerance is measured, by one process, which cannot have the mistakes of many: it runs again with the samples of each
+batch in another order, another number of threads, and its weights changed in the last digit before every step. What that moves,
+rounding moves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,16 +20,22 @@ from shardwise.kernels.types import COMPUTE_TYPES
 
 FACTOR = 20.0
 """Two runs may be this many times as far apart as the reference is from itself."""
-NARROW_FACTOR = 5.0
-"""The same in bf16 and fp16, where what changes a weight in its last digit is no smaller than the errors of the sums."""
+NARROW_FACTOR = 3.0
+"""The same in bf16 and fp16, where what changes a weight in its last digit is larger than the errors of the sums: those are
+made in fp32."""
 ULPS = 8.0
-"""The tolerance is never below this many units in the last place of the precision."""
+"""The tolerance is never below this many units in the last place of fp32, or one of a narrow type: its sums are made in fp32."""
+PROVES = 0.05
+"""The share of what is compared that rounding may explain at most. A check with a larger tolerance proves nothing."""
+NOTHING = 1e-6
+"""A gradient smaller than this share of the whole is nothing but rounding; where it leads a weight to is chance."""
 SMALL_SHARE = 1e-3
 """A gradient smaller than this share of the whole is measured against the whole: it may be nothing but rounding."""
 
 
 def floor_of(precision: str) -> float:
-    return ULPS * torch.finfo(COMPUTE_TYPES.get(precision, torch.float32)).eps
+    kind = COMPUTE_TYPES.get(precision)
+    return ULPS * torch.finfo(torch.float32).eps if kind is None else torch.finfo(kind).eps
 
 
 def rounding_of(precision: str) -> float:
@@ -100,52 +108,75 @@ def _way(weight: Tensor, start: Tensor) -> float:
     return float((weight.float() - start.float()).norm()) + ULPS * digits * float(weight.float().norm())
 
 
-def same_at_first(one: Figures, other: Figures, precision: str) -> bool:
-    """Whether the gradients of the first step are those of the other, as far as the type has digits."""
-    return all(gap < 10 * floor_of(precision) for gap in gradients_apart(one.gradients, other.gradients).values())
-
-
 @dataclass
 class Tolerance:
     """Measured: for every quantity what rounding explains."""
 
     floor: float
-    loss: float
-    norm: float
+    losses: list[float]
+    """By step: noise grows on the way."""
+    norms: list[float]
     gradients: dict[str, float]
-    weights: dict[str, float]
+    whole_gradient: float
+    """Of all parameters together."""
+    weights: dict[int, dict[str, float]]
+    """By step, and by parameter."""
     largest_noise: float
     """Of the gradients: the figure that tells whether anything can be proved at all."""
+
+    @property
+    def loss(self) -> float:
+        return max(self.losses, default=self.floor)
+
+    @property
+    def norm(self) -> float:
+        return max(self.norms, default=self.floor)
 
     @classmethod
     def measured(
         cls, reference: Figures, others: Sequence[Figures], precision: str, start: Mapping[str, Tensor]
     ) -> Tolerance:
         floor, factor = floor_of(precision), NARROW_FACTOR if is_narrow(precision) else FACTOR
-        losses = [apart(a, b) for o in others for a, b in zip(o.curve.losses, reference.curve.losses, strict=False)]
-        norms = [apart(a, b) for o in others for a, b in zip(o.curve.norms, reference.curve.norms, strict=False)]
         grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
-        weights = [weights_apart(other.weights, reference.weights, start) for other in others]
-        limits = _by_parameter(weights, floor, factor, together=is_narrow(precision))
-        if not is_narrow(precision):  # there, rounding moves far more than that
-            digits = {name: _last_digits(each, start[name]) for name, each in reference.weights.items()}
-            limits = {name: max(limit, digits[name]) for name, limit in limits.items()}
+        together = [_together(other.gradients, reference.gradients) for other in others]
+
+        def limits_of_weights(step: int) -> dict[str, float]:
+            weights = reference.weights[step]
+            noise = [weights_apart(other.weights[step], weights, start) for other in others if step in other.weights]
+            limits = _by_parameter(noise, floor, factor, together=is_narrow(precision))
+            if is_narrow(precision):  # there, rounding moves far more than last digits
+                return limits
+            return {name: max(limit, _last_digits(weights[name], start[name])) for name, limit in limits.items()}
+
+        def limits_of_curve(of: Callable[[Curve], list[float]]) -> list[float]:
+            pairs = [[apart(a, b) for a, b in zip(of(o.curve), of(reference.curve), strict=False)] for o in others]
+            by_step = [max(gaps) for gaps in zip(*pairs, strict=False)]
+            return [max(floor, factor * largest) for largest in accumulate(by_step, max)]
+
         return cls(
             floor,
-            max(floor, factor * max(losses, default=0.0)),
-            max(floor, factor * max(norms, default=0.0)),
+            limits_of_curve(lambda curve: curve.losses),
+            limits_of_curve(lambda curve: curve.norms),
             _by_parameter(grads, floor, factor, together=is_narrow(precision)),
-            limits,
+            factor * max(together, default=0.0),
+            {step: limits_of_weights(step) for step in reference.weights},
             max((value for each in grads for value in each.values()), default=0.0),
         )
 
 
+def _together(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The 2-norm of the difference of all parameters over that of the second."""
+    size = math.hypot(*(float(each.float().norm()) for each in other.values()))
+    gap = math.hypot(*(float((one[name].float() - each.float()).norm()) for name, each in other.items() if name in one))
+    return gap / size if size else 0.0
+
+
 def _last_digits(weight: Tensor, start: Tensor) -> float:
-    """What it makes of the way trained if one number in a weight is off in its last digits. A norm's weights are near 1 and move
-    little: there that is more than `floor`, and it is chance whether the repeated runs differ in any."""
+    """What it makes of the way trained if the numbers of a weight are off in their last digits. A norm's weights are near 1 and
+    move little: there that is more than `floor`, and it is chance whether the repeated runs differ in any."""
     if not weight.is_floating_point() or torch.equal(weight, start):  # a frozen weight stays as it is
         return 0.0
-    return ULPS * torch.finfo(weight.dtype).eps * float(weight.abs().max()) / _way(weight, start)
+    return ULPS * torch.finfo(weight.dtype).eps * float(weight.float().norm()) / _way(weight, start)
 
 
 def _by_parameter(noise: list[dict[str, float]], floor: float, factor: float, *, together: bool) -> dict[str, float]:
@@ -162,4 +193,9 @@ class Figures:
 
     curve: Curve
     gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
+    weights: dict[int, dict[str, Tensor]]
+    """After each step; of a large model, after the last."""
+
+    @property
+    def last_weights(self) -> dict[str, Tensor]:
+        return self.weights[max(self.weights)]

@@ -31,7 +31,7 @@ from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.measure import rounding_of
 from shardwise.verify.names import canonical, tied_names
 from shardwise.verify.own_gradients import OwnGradients
-from shardwise.verify.run_spec import RunSpec, config_for
+from shardwise.verify.run_spec import RunSpec, config_for, in_precision
 from shardwise.verify.shared_data import make_shared, take_shared
 from shardwise.verify.window import Window
 
@@ -53,7 +53,7 @@ class Recorder(Rehearsal):
         self.run: Run | None = None
         self.asked: Config | None = None
         first_step = ("inputs", "gradients", "gradient_digests", "own_gradients", "buffers")
-        self.record: dict[str, Any] = {"snapshots": {}, **{key: {} for key in first_step}}
+        self.record: dict[str, Any] = {"snapshots": {}, "weights_by_step": {}, **{key: {} for key in first_step}}
         self._own_gradients: OwnGradients | None = None
         self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
         self._done = False
@@ -61,7 +61,7 @@ class Recorder(Rehearsal):
     # ---------------------------------------------------------------- what is trained
 
     def config(self, config: Config) -> Config:
-        self.asked = config
+        self.asked = config = in_precision(config, self.spec.precision)
         seed_everything(config.seed, Purpose.WEIGHTS)  # for a model that a program builds before prepare()
         return config_for(config, self.spec)
 
@@ -94,7 +94,7 @@ class Recorder(Rehearsal):
             "initial_weights": self._kept(weights),
             "constants": digests(_whole(module.named_buffers())),  # none has changed yet
         }
-        if self.spec.watched and sum(each.numel() for each in module.parameters()) <= WHOLE_ON_EVERY_RANK:
+        if self.spec.watched and _elements(module) <= WHOLE_ON_EVERY_RANK:
             self._own_gradients = OwnGradients(module)
 
     def before_first_batch(self, run: Run) -> None:
@@ -162,6 +162,9 @@ class Recorder(Rehearsal):
             self.record["buffers"] = digests(_local_parts(run.strategy.module.named_buffers()))
             if result.skipped:
                 self.record |= {"gradients": {}, "gradient_digests": {}}
+        if not result.stopped and _elements(run.strategy.module) * self.spec.steps <= WHOLE_ON_EVERY_RANK:
+            weights = _whole(run.strategy.module.named_parameters())
+            self.record["weights_by_step"][result.step] = self._kept(weights)
         if run.steps_done == self.spec.save_at and not result.stopped:
             run.save()
             run.wait()
@@ -215,6 +218,10 @@ def _whole(named: Named) -> dict[str, Tensor]:
     parts = ((name, each.detach()) for name, each in named)
     gathered = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in parts)
     return {canonical(name): each.cpu().clone() for name, each in gathered}
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
 
 
 def _local(tensor: Tensor) -> Tensor:

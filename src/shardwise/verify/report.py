@@ -10,8 +10,12 @@ from typing import Any, Literal
 from shardwise.verify.causes import Cause
 
 Group = Literal["parity", "coverage", "resume", "agreement"]
-CheckStatus = Literal["pass", "FAIL", "note"]
+CheckStatus = Literal["pass", "FAIL", "not proved", "note"]
+Answer = Literal["pass", "fail", "not proved"]
+EXIT_CODES: dict[Answer, int] = {"pass": 0, "fail": 1, "not proved": 3}
+"""2 is an error: it could not be tried."""
 
+_COUNTED: dict[CheckStatus, str] = {"pass": "passed", "FAIL": "failed", "not proved": "not proved", "note": "noted"}
 # In the order of Cause these come after everything that brings them about.
 _CONSEQUENCES = {
     Cause.CLIP_NORM,
@@ -48,10 +52,21 @@ class Check:
     status: CheckStatus
     detail: str
     finding: Finding | None = None
+    why: str = ""
+    """Why it is not proved, and what would prove it."""
+
+    @property
+    def told(self) -> str:
+        return f"{self.detail}. {self.why}" if self.why else self.detail
 
 
 def passed(group: Group, name: str, detail: str) -> Check:
     return Check(group, name, "pass", detail)
+
+
+def unproved(group: Group, name: str, detail: str, why: str) -> Check:
+    """Nothing is wrong as far as can be seen, and too little can be seen."""
+    return Check(group, name, "not proved", detail, why=why)
 
 
 def noted(group: Group, name: str, detail: str) -> Check:
@@ -67,6 +82,8 @@ class Report:
     about: list[str]
     """What was compared with what."""
     checks: list[Check] = field(default_factory=list)
+    not_looked_at: list[str] = field(default_factory=list)
+    """What this report says nothing about."""
     seconds: float = 0.0
 
     def allow_unequal(self, strategy: str, sentence: str) -> None:
@@ -84,8 +101,22 @@ class Report:
         self.checks.insert(0, noted("parity", f"strategy {strategy}", sentence))
 
     @property
+    def answer(self) -> Answer:
+        if self.failures:
+            return "fail"
+        return "not proved" if self._count("not proved") else "pass"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.answer]
+
+    @property
     def passed(self) -> bool:
-        return not self.failures
+        """Everything that was looked at is proved."""
+        return self.answer == "pass"
+
+    def _count(self, status: CheckStatus) -> int:
+        return sum(check.status == status for check in self.checks)
 
     @property
     def failures(self) -> list[Check]:
@@ -118,6 +149,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         return {
+            "answer": self.answer,
+            "exit_code": self.exit_code,
             "passed": self.passed,
             "seconds": round(self.seconds, 1),
             "about": self.about,
@@ -127,12 +160,14 @@ class Report:
                     "name": check.name,
                     "verdict": check.status.lower(),
                     "detail": check.detail,
+                    "why": check.why,
                     "finding": check.finding.as_dict() if check.finding else None,
                 }
                 for check in self.checks
             ],
             "causes": [cause.name.lower() for cause in self.causes],
             "followers": self.followers,
+            "not_looked_at": self.not_looked_at,
         }
 
     def as_json(self) -> str:
@@ -141,13 +176,16 @@ class Report:
     def as_text(self) -> str:
         lines = [*self.about, ""]
         width = max((len(check.name) for check in self.checks), default=0)
+        status = max((len(check.status) for check in self.checks), default=0)
         group = ""
         for check in self.checks:
             head = check.group if check.group != group else ""
             group = check.group
-            indent = " " * (12 + width + 8)
-            detail = textwrap.wrap(check.detail, max(40, 128 - len(indent)))
-            lines.append(f"{head:<11} {check.name:<{width}}  {check.status:<4}  {detail[0] if detail else ''}".rstrip())
+            indent = " " * (12 + width + 2 + status + 2)
+            detail = textwrap.wrap(check.told, max(40, 128 - len(indent)))
+            lines.append(
+                f"{head:<11} {check.name:<{width}}  {check.status:<{status}}  {detail[0] if detail else ''}".rstrip()
+            )
             lines += [f"{indent}{line}" for line in detail[1:]]
         for cause in self.causes:
             lines += ["", *self._paragraph(cause)]
@@ -156,10 +194,15 @@ class Report:
                 "",
                 *textwrap.wrap(f"What follows from it, probably: {', '.join(dict.fromkeys(self.followers))}.", 120),
             ]
-        failed, notes = len(self.failures), sum(check.status == "note" for check in self.checks)
-        passed = len(self.checks) - failed - notes
-        counts = f"{passed} passed, {failed} failed, {notes} noted in {self.seconds:.0f} s"
-        lines += ["", f"{'PASS' if self.passed else 'FAIL'}: {counts}"]
+        if self.not_looked_at:
+            lines += ["", "Not looked at:"]
+            lines += [
+                line
+                for each in self.not_looked_at
+                for line in textwrap.wrap(each, 118, initial_indent="- ", subsequent_indent="  ")
+            ]
+        counts = ", ".join(f"{self._count(kind)} {said}" for kind, said in _COUNTED.items())
+        lines += ["", f"{self.answer.upper()}: {counts} in {self.seconds:.0f} s"]
         return "\n".join(lines)
 
     def _paragraph(self, cause: Cause) -> list[str]:

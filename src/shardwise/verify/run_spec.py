@@ -43,6 +43,8 @@ class RunSpec:
     device: str
     strategy: str | None
     """Asked for on the command line."""
+    precision: str | None = None
+    """Instead of the config's."""
     batches: Literal["ranks", "whole", "split", "shares"] = "ranks"
     """As the ranks are configured. Or by one process: each global batch at once, in as many micro-batches as the ranks make of
     it, or in the very micro-batches of the ranks, those of a short batch included."""
@@ -78,6 +80,10 @@ def as_asked(config: Config, strategy: str | None) -> Config:
     if strategy is None:
         return config
     return _changed(config, {"strategy": strategy}, selecting_blocks() - {strategy})
+
+
+def in_precision(config: Config, precision: str | None) -> Config:
+    return config if precision is None else _changed(config, {"precision": precision}, ())
 
 
 def config_for(config: Config, spec: RunSpec) -> Config:
