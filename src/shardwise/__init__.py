@@ -19,6 +19,7 @@ _HOMES = {
     "BatchedSamples": "shardwise.data",
     "Block": "shardwise.config",
     "DataBlock": "shardwise.config",
+    "PathText": "shardwise.config",
     "Config": "shardwise.config",
     "load_config": "shardwise.config",
     "hub_name": "shardwise.config.schema",
@@ -31,6 +32,7 @@ __all__ = [
     "DataBlock",
     "Loss",
     "Observer",
+    "PathText",
     "Rows",
     "Session",
     "ShardwiseError",
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from shardwise.config import Block, Config, DataBlock, load_config
+    from shardwise.config import Block, Config, DataBlock, PathText, load_config
     from shardwise.config.schema import hub_name
     from shardwise.data import BatchedSamples
     from shardwise.engine.observers import Observer

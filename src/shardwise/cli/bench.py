@@ -7,6 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import add_config_arguments
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -16,10 +17,9 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="WHAT", required=True)
     data = actions.add_parser("data", help="does the data keep up: time to read, collate, move and wait, by workers")
-    data.add_argument("config", help="the YAML file")
+    add_config_arguments(data)
     data.add_argument("--workers", metavar="N,N,…", help="numbers of loader workers to try (default: 0 to the cores)")
     data.add_argument("--steps", type=int, default=20, help="steps per measurement (20)")
-    data.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
     data.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

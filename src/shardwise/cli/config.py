@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 
+from shardwise.cli.arguments import add_config_arguments
 from shardwise.cli.output import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="check a file and print it with every default, and what follows from it")
-    show.add_argument("config", help="the YAML file")
-    show.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    add_config_arguments(show)
     advise = actions.add_parser("advise", help="which strategy suits this model and these devices, and why")
-    advise.add_argument("config", help="the YAML file")
-    advise.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    add_config_arguments(advise)
     advise.add_argument(
         "--gpus", type=int, help="devices in total; default: num_gpus of the file, or those of this machine"
     )

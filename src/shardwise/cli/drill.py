@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import add_config_arguments
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="the YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key")
+    add_config_arguments(parser)
     parser.add_argument("--count", type=int, default=13, metavar="N", help="how many faults (13)")
     parser.add_argument(
         "--faults",

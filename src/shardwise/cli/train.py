@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.arguments import add_config_arguments
+
 if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.launch.nodes import Nodes
@@ -40,10 +42,7 @@ class TrainRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="the YAML file")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, e.g. training.batch_size=8"
-    )
+    add_config_arguments(parser)
     parser.add_argument(
         "--resume",
         metavar="WHICH",

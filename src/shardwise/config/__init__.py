@@ -5,7 +5,7 @@ Every other room may import from here. Nothing in here imports another room, or 
 
 from shardwise.config.batching import Batching, resolve_batching, resolve_learning_rate, with_batch_size
 from shardwise.config.load import load_config, parse_config
-from shardwise.config.schema import Block, Config, DataBlock, Ddp, Fsdp, Training
+from shardwise.config.schema import Block, Config, DataBlock, Ddp, Fsdp, PathText, Training
 
 __all__ = [
     "Batching",
@@ -14,6 +14,7 @@ __all__ = [
     "DataBlock",
     "Ddp",
     "Fsdp",
+    "PathText",
     "Training",
     "load_config",
     "parse_config",

@@ -6,9 +6,20 @@ is the same for every task.
 
 from __future__ import annotations
 
+import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, SerializeAsAny, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shardwise.config.registry import ALONE, BUILT_IN, TOGETHER, Group, known, lookup, nearest
@@ -53,6 +64,23 @@ else:
     Logger = _registered("shardwise.trackers", "none")
     Strategy = _registered("shardwise.strategies")
     OptimizerName = _registered("shardwise.optimizers")
+
+
+def _expanded(path: str) -> str:
+    """With the home folder for ~, and the values of the environment's variables."""
+
+    def value(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if not os.environ.get(name):
+            raise PydanticCustomError("unset_variable", "the environment variable {name} is not set", {"name": name})
+        return os.environ[name]
+
+    # Not Path.expanduser, which drops a slash at the end, and ./ at the beginning.
+    return os.path.expanduser(re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, path))  # noqa: PTH111
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+"""The type of a key that is a path, or may be one: ~, $NAME and ${NAME} in it are replaced."""
 
 
 def hub_name(kind: Literal["model", "dataset"]) -> dict[str, Any]:
@@ -290,7 +318,7 @@ class Training(Block):
         "none", description="Trackers beside metrics.jsonl: these, or those of installed packages, by name."
     )
     wandb_project: str = Field("shardwise", min_length=1, description="W&B project name.")
-    checkpoint_dir: str | None = Field(None, description="Default: checkpoints/ in the run folder.")
+    checkpoint_dir: PathText | None = Field(None, description="Default: checkpoints/ in the run folder.")
     checkpoint_every_n_steps: int | None = Field(None, ge=1, description="Default: at the end of each epoch.")
     async_checkpoint: bool = Field(
         True, description="Write checkpoints while training goes on: it stands still for a copy in memory only."
@@ -358,10 +386,10 @@ class Config(Block):
         "own: mypackage.tasks:MyTask."
     )
     name: str = Field("run", min_length=1, description="Name of the run; default: the file's name.")
-    run_dir: str | None = Field(None, description="Folder of the run; default: runs/<name>.")
+    run_dir: PathText | None = Field(None, description="Folder of the run; default: runs/<name>.")
     seed: int = Field(0, ge=0, lt=2**31, description="Everything random follows from it.")
     offline: bool = Field(False, description="Models and data sets of the hub are taken from fetch_dir, never the net.")
-    fetch_dir: str = Field("fetched", min_length=1, description="Where `shardwise fetch` puts them.")
+    fetch_dir: PathText = Field("fetched", min_length=1, description="Where `shardwise fetch` puts them.")
     data: SerializeAsAny[DataBlock] = Field(default_factory=DataBlock, description="What is trained on.")
     tokenizer: SerializeAsAny[Block] = Field(default_factory=Block, description="How samples become numbers.")
     model: SerializeAsAny[Block] = Field(default_factory=Block, description="What is trained.")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from shardwise.config.schema import Block, DataBlock
+from shardwise.config.schema import Block, DataBlock, PathText
 
 FIXED_IN_A_COPY = ("gene_vocab", "gene_key", "layer", "label_key", "valid_fraction", "max_valid_cells")
 """What is decided when a sharded copy is written; source: shards cannot change it."""
@@ -17,8 +17,8 @@ class CellsData(DataBlock):
         "synthetic",
         description="synthetic: an h5ad file made from the seed; local: h5ad files; shards: what `shardwise data shard` wrote.",
     )
-    paths: list[str] = Field([], description="local: h5ad files; shards: the folder of the sharded copy.")
-    gene_vocab: str | None = Field(
+    paths: list[PathText] = Field([], description="local: h5ad files; shards: the folder of the sharded copy.")
+    gene_vocab: PathText | None = Field(
         None,
         description="A text file with one gene per line, or a JSON list. Default, and for human_protein_coding, which is "
         "not shipped: every gene of the data.",

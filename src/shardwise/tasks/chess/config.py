@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, hub_name
+from shardwise.config.schema import Block, PathText, hub_name
 from shardwise.tasks.hub_data import HubData
 
 
@@ -15,8 +15,8 @@ class ChessData(HubData):
         "synthetic",
         description="synthetic: legal games made from the seed; local: JSONL files; hub: a Hugging Face data set.",
     )
-    paths: list[str] = Field([], description="local: JSONL files, one object with the text of a game per line.")
-    valid_paths: list[str] = Field([], description="local: files to validate on; default: a share of `paths`.")
+    paths: list[PathText] = Field([], description="local: JSONL files, one object with the text of a game per line.")
+    valid_paths: list[PathText] = Field([], description="local: files to validate on; default: a share of `paths`.")
     text_column: str = Field("text", min_length=1, description="local and hub: the key or column that holds the game.")
     valid_fraction: float = Field(0.05, gt=0, lt=1, description="Share of games held out, chosen by the seed.")
     num_games: int = Field(2000, ge=2, description="synthetic: how many games, validation included.")
@@ -37,7 +37,7 @@ class ChessTokenizer(Block):
         description="moves: one token per move; pretrained: the tokenizer that comes with the model. "
         "Default: pretrained where the model has a name, else moves.",
     )
-    name: str | None = Field(
+    name: PathText | None = Field(
         None, description="pretrained: hub name or folder, if not the model's.", json_schema_extra=hub_name("model")
     )
     max_seq_len: int = Field(256, ge=2, description="Tokens per game at most; longer games are cut here.")
@@ -49,7 +49,7 @@ class ChessTokenizer(Block):
 
 
 class ChessModel(Block):
-    name: str | None = Field(
+    name: PathText | None = Field(
         None,
         description="A Hugging Face causal LM: hub name or folder. Default: from scratch.",
         json_schema_extra=hub_name("model"),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, hub_name
+from shardwise.config.schema import Block, PathText, hub_name
 from shardwise.tasks.hub_data import HubData
 
 
@@ -16,7 +16,7 @@ class ImagesData(HubData):
         description="synthetic: coloured shapes made from the seed; folder: image files in a folder per class; "
         "hub: a Hugging Face data set.",
     )
-    root: str | None = Field(
+    root: PathText | None = Field(
         None,
         description="folder: holds train/<class>/ and, if there is one, valid/<class>/ (or val/) with the image files.",
     )
@@ -82,7 +82,7 @@ class ImagesData(HubData):
 
 
 class ImagesModel(Block):
-    name: str | None = Field(
+    name: PathText | None = Field(
         None,
         description="A Hugging Face image classification model: hub name or folder. Default: from scratch.",
         json_schema_extra=hub_name("model"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import Block, DataBlock
+from shardwise.config.schema import Block, DataBlock, PathText
 
 Voxels = Annotated[int, Field(ge=1)]
 Millimetres = Annotated[float, Field(gt=0)]
@@ -20,7 +20,7 @@ class SegmentationData(DataBlock):
         description="synthetic: volumes with lesions made from the seed; folder: train/<subject>/img.nii.gz and "
         "label.nii.gz; msd: a task of the Medical Segmentation Decathlon, with its dataset.json.",
     )
-    root: str | None = Field(None, description="folder and msd: the folder that holds train/, or dataset.json.")
+    root: PathText | None = Field(None, description="folder and msd: the folder that holds train/, or dataset.json.")
     classes: Annotated[int, Field(ge=2, le=255)] | list[ClassName] | None = Field(
         None,
         description="How many classes, background included, or their names, background first. "
