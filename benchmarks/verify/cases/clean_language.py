@@ -116,6 +116,8 @@ class Bert(Task):
 
 @clean("t5", "encoder-decoder", "T5ForConditionalGeneration that reverses a text", ("ddp-4", 4, DDP))
 class T5(Task):
+    dropout = 0.0
+
     def train_data(self):
         return sentences(self.config.seed, 160, 5, 12)
 
@@ -136,6 +138,7 @@ class T5(Task):
             d_ff=64,
             num_layers=2,
             num_heads=4,
+            dropout_rate=self.dropout,
             use_cache=False,
             decoder_start_token_id=PAD,
             pad_token_id=PAD,
@@ -148,6 +151,11 @@ class T5(Task):
         logits = model(source, attention_mask=(source != PAD).long(), labels=target)
         total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="sum")
         return Loss(sum=total, count=self.count(batch))
+
+
+@clean("t5-dropout", "encoder-decoder", "the same with its usual dropout, which its attention calls as a function", fsdp=False)
+class T5Dropout(T5):
+    dropout = 0.1
 
 
 class OwnBlock(nn.Module):
