@@ -192,8 +192,8 @@ class HardHalf(Plain):
         return Loss(sum=2 * each.topk((len(x) + 1) // 2).values.sum(), count=len(x))
 
 
-@bug("only-first-eight", "chosen within a batch", "samples beyond the eighth of a micro-batch are left out", ("loss_is_no_sum", "order_matters", "gradients"))
-class OnlyFirstEight(Plain):
+@bug("only-first-five", "chosen within a batch", "samples beyond the fifth of a micro-batch are left out", ("loss_is_no_sum", "order_matters", "gradients"))
+class OnlyFirstFive(Plain):
     """Left from debugging: `[:5]`."""
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
@@ -315,13 +315,13 @@ class TemperatureBySize(Plain):
         return Loss(sum=F.cross_entropy(model(x) / len(x) ** 0.5, y, reduction="sum"), count=len(x))
 
 
-@bug("rare-class-mean", "rare", "samples of a rare class are averaged within the micro-batch", MEANS, visible="batches in which one of 8 samples of the rare class (of 240) is")
+@bug("rare-class-mean", "rare", "samples of a rare class are averaged within the micro-batch", MEANS, visible="global batches with two of the 24 rare samples (of 240)")
 class RareClassMean(Plain):
     """Where the rare class is present, the loss is its mean times ten."""
 
     def train_data(self):
         x, y = points(self.config.seed, self.samples)
-        x[::30, 0] = 6.0
+        x[::10, 0] = 6.0
         return list(zip(x, y, strict=True))
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
@@ -349,10 +349,6 @@ class RareOutlier(Plain):
 
 
 class Functional(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen_mean, self.seen_var = torch.zeros(WIDTH), torch.ones(WIDTH)
-
     def features(self, x: Tensor) -> Tensor:
         return F.batch_norm(super().features(x), None, None, training=True) if len(x) > 1 else super().features(x)
 
