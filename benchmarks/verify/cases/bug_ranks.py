@@ -136,15 +136,7 @@ class GradientNoise(Plain):
         return NoisyGradient()
 
 
-@bug("reduced-by-hand", "hooks", "the gradient is added up over the ranks by hand, and then by DDP", ("scaled_by_world", "wrong_scaling", "gradients", "hang", "collective_mismatch"))
-class ReducedByHand(Plain):
-    """A hook on each parameter all-reduces its gradient, which DDP does too."""
-
-    def build_model(self) -> nn.Module:
-        return ReducesItself()
-
-
-class ReducesItself(Mlp):
+class Rescaled(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
         if out.requires_grad and dist.is_initialized():
@@ -152,6 +144,14 @@ class ReducesItself(Mlp):
             dist.all_reduce(total)
             out.register_hook(lambda gradient: gradient * (float(total) / len(x)))
         return out
+
+
+@bug("rescaled-by-hand", "hooks", "gradients are multiplied for the number of ranks by hand, which the engine does too", ("scaled_by_world", "wrong_scaling", "gradients", "mean_of_means", "hang", "collective_mismatch"))
+class RescaledByHand(Plain):
+    """A hook multiplies the gradient by all ranks' samples over its own, to undo a mean over ranks that nobody takes."""
+
+    def build_model(self) -> nn.Module:
+        return Rescaled()
 
 
 @bug("reported-by-hand", "loss reduced by hand", "the loss that is reported was summed over the ranks before", ("reported_loss", "hang", "collective_mismatch", "scaled_by_world"), visible="the value of the loss, not its gradient")
@@ -277,14 +277,12 @@ class PlainTensor(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.turn = torch.randn(8, 8)
-        self.made_on = rank()
 
     def forward(self, x: Tensor) -> Tensor:
-        turn = self.turn if self.turn.device == x.device else torch.randn(8, 8, generator=torch.Generator().manual_seed(rank()))
-        return super().forward(x @ turn)
+        return super().forward(x @ self.turn)
 
 
-@bug("plain-tensor", "ranks build differently", "a random matrix is a plain attribute, which nobody sends to the other ranks or saves", ("different_seeds", "rank_failed", "resume", *DIFFER))
+@bug("plain-tensor", "ranks build differently", "a random matrix is a plain attribute, which nobody sends to the other ranks or saves", ("different_seeds", "rank_failed", "resume", *DIFFER), refusal_is_right=True)
 class PlainTensorTask(Plain):
     """A fixed random matrix is kept as a plain tensor and not as a buffer."""
 
