@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
 from case import bug
 from plain import CLASSES, WIDTH, Plain, points, rank, world_size
+from torch import Tensor, nn
+
 from shardwise import DataBlock
 
 CHANGES = ("data_change", "not_deterministic")
@@ -54,7 +54,9 @@ class ByHash(Plain):
         return nn.Sequential(nn.Embedding(40, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
-bug("vocabulary-from-a-set", "order of a set", NEW, NOT_SHARED, visible="unless PYTHONHASHSEED is set for all processes")(ByHash)
+bug(
+    "vocabulary-from-a-set", "order of a set", NEW, NOT_SHARED, visible="unless PYTHONHASHSEED is set for all processes"
+)(ByHash)
 
 
 @bug("shuffled-by-hash", "order of a set", NEW, NOT_SHARED, visible="unless PYTHONHASHSEED is set for all processes")
@@ -93,7 +95,12 @@ class SlowAndByRank(Plain):
         return list(zip(x + rank() * torch.randn(x.shape), y, strict=True))
 
 
-@bug("sharded-by-hand", "rank in the data", "each rank's data set is a share of the data, which shardwise shares out again", (*NOT_SHARED, "dropped"))
+@bug(
+    "sharded-by-hand",
+    "rank in the data",
+    "each rank's data set is a share of the data, which shardwise shares out again",
+    (*NOT_SHARED, "dropped"),
+)
 class ShardedByHand(Plain):
     """The data set takes every WORLD_SIZE-th sample from RANK on, as one does without a distributed sampler."""
 
@@ -101,7 +108,13 @@ class ShardedByHand(Plain):
         return super().train_data()[rank() :: world_size()]
 
 
-@bug("shorter-on-rank-1", "rank in the data", "the ranks' data sets have different lengths", (*NOT_SHARED, "rank_failed", "branches_differ", "hang"), refusal_is_right=True)
+@bug(
+    "shorter-on-rank-1",
+    "rank in the data",
+    "the ranks' data sets have different lengths",
+    (*NOT_SHARED, "rank_failed", "branches_differ", "hang"),
+    refusal_is_right=True,
+)
 class ShorterOnRank1(Plain):
     """Broken samples are filtered out, by another limit on each rank."""
 
@@ -212,7 +225,13 @@ class Ageing(Points):
         return self.x[index] * (1 + (time.monotonic() - self.began)), self.y[index]
 
 
-@bug("by-worker", "workers", "a sample depends on the worker that reads it", ("workers", "data_change"), data={"num_workers": 2})
+@bug(
+    "by-worker",
+    "workers",
+    "a sample depends on the worker that reads it",
+    ("workers", "data_change"),
+    data={"num_workers": 2},
+)
 class ByWorker(Plain):
     """Each loader worker seeds its augmentation by its number."""
 
@@ -227,7 +246,12 @@ class Worker(Points):
         return self.x[index] + 0.5 * torch.randn(8, generator=generator), self.y[index]
 
 
-@bug("by-call-count", "stateful data set", "a sample depends on how many were read before it", ("data_change", "workers", "resume"))
+@bug(
+    "by-call-count",
+    "stateful data set",
+    "a sample depends on how many were read before it",
+    ("data_change", "workers", "resume"),
+)
 class ByCallCount(Plain):
     """Augmentation becomes stronger with the number of samples that this process has read."""
 
@@ -243,7 +267,12 @@ class Counting(Points):
         return self.x[index] * (1 + self.calls / 50), self.y[index]
 
 
-@bug("generator-in-data", "stateful data set", "a sample depends on how many were read before it", ("data_change", "workers", "resume"))
+@bug(
+    "generator-in-data",
+    "stateful data set",
+    "a sample depends on how many were read before it",
+    ("data_change", "workers", "resume"),
+)
 class GeneratorInData(Plain):
     """The data set keeps a seeded generator and draws from it at each reading."""
 
@@ -260,7 +289,13 @@ class Drawing(Points):
         return self.x[index] + torch.from_numpy(self.generator.normal(size=8, scale=0.5)).float(), self.y[index]
 
 
-@bug("augmented-once", "stateful data set", "what a process drew at its first reading stays, so it depends on when it began", ("data_change", "resume", "drift"), visible="from the second epoch on, and after a resume")
+@bug(
+    "augmented-once",
+    "stateful data set",
+    "what a process drew at its first reading stays, so it depends on when it began",
+    ("data_change", "resume", "drift"),
+    visible="from the second epoch on, and after a resume",
+)
 class AugmentedOnce(Plain):
     """Augmented samples are cached in memory at their first reading."""
 
@@ -277,7 +312,12 @@ class Cached(Points):
         return self.x[index] + self.noise(index), self.y[index]
 
 
-@bug("noise-in-collate", "unseeded", "a micro-batch is changed at random when it is put together", (*CHANGES, "random_forward"))
+@bug(
+    "noise-in-collate",
+    "unseeded",
+    "a micro-batch is changed at random when it is put together",
+    (*CHANGES, "random_forward"),
+)
 class NoiseInCollate(Plain):
     """`collate` scales the micro-batch by a number drawn without a seed."""
 
@@ -286,7 +326,12 @@ class NoiseInCollate(Plain):
         return [torch.stack([x for x, _ in samples]) * scale, torch.stack([y for _, y in samples])]
 
 
-@bug("with-replacement", "samples twice or never", "samples are drawn with replacement within an epoch", ("repeated", "dropped"))
+@bug(
+    "with-replacement",
+    "samples twice or never",
+    "samples are drawn with replacement within an epoch",
+    ("repeated", "dropped"),
+)
 class WithReplacement(Plain):
     """A sampler within the data set: __getitem__ gives any sample."""
 
@@ -315,7 +360,12 @@ class Wrapping(Points):
         return super().__getitem__(index % 240)
 
 
-@bug("every-other-sample", "samples twice or never", "every other sample is never used, its neighbour twice", ("repeated", "dropped"))
+@bug(
+    "every-other-sample",
+    "samples twice or never",
+    "every other sample is never used, its neighbour twice",
+    ("repeated", "dropped"),
+)
 class EveryOtherSample(Plain):
     """A mistake in the index: i // 2 * 2."""
 
@@ -328,7 +378,13 @@ class Pairs(Points):
         return super().__getitem__(index // 2 * 2)
 
 
-@bug("oversampled", "samples twice or never", "some samples are in the data set several times", ("repeated",), visible="a user may want it; then a note is enough")
+@bug(
+    "oversampled",
+    "samples twice or never",
+    "some samples are in the data set several times",
+    ("repeated",),
+    visible="a user may want it; then a note is enough",
+)
 class Oversampled(Plain):
     """A rare class is copied five times into the list."""
 
@@ -337,7 +393,9 @@ class Oversampled(Plain):
         return samples + [sample for sample in samples if int(sample[1]) == 3] * 4
 
 
-@bug("validation-of-training", "validation in training", "the validation samples are in the training data", ("overlap",))
+@bug(
+    "validation-of-training", "validation in training", "the validation samples are in the training data", ("overlap",)
+)
 class ValidationOfTraining(Plain):
     """All samples are trained on; the last of them are the validation samples."""
 
@@ -345,7 +403,13 @@ class ValidationOfTraining(Plain):
         return self.train_data()[-60:]
 
 
-@bug("validation-shifted", "validation in training", "the validation samples are in the training data", ("overlap",), visible="9 of 60 validation samples")
+@bug(
+    "validation-shifted",
+    "validation in training",
+    "the validation samples are in the training data",
+    ("overlap",),
+    visible="9 of 60 validation samples",
+)
 class ValidationShifted(Plain):
     """Training and validation are cut from one list at borders that overlap."""
 

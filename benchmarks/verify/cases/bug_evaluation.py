@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from case import bug
 from plain import CLASSES, WIDTH, Mlp, Plain, rank
+from torch import Tensor, nn
+
 from shardwise import Loss
 
 CHANGES = "evaluation changes the run: with another number of evaluations, other weights come out"
@@ -29,12 +29,16 @@ class WeightsRounded(Plain):
         return {"loss": self.loss(model, batch)}
 
 
-@bug("statistics-move", "evaluation changes buffers", CHANGES, ("stale_buffers", "drift", "resume"), eval_every_n_steps=2)
+@bug(
+    "statistics-move", "evaluation changes buffers", CHANGES, ("stale_buffers", "drift", "resume"), eval_every_n_steps=2
+)
 class StatisticsMove(Plain):
     """`evaluate` switches to train mode: running statistics of batch norm take in the validation samples."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.5), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH, momentum=0.5), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+        )
 
     def evaluate(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Loss]:
         model.train()
@@ -54,7 +58,13 @@ class Remembering(Mlp):
         return x - self.centre
 
 
-@bug("centre-set-by-evaluation", "evaluation changes buffers", CHANGES, ("own_buffers", "stale_buffers", "drift", "resume"), eval_every_n_steps=2)
+@bug(
+    "centre-set-by-evaluation",
+    "evaluation changes buffers",
+    CHANGES,
+    ("own_buffers", "stale_buffers", "drift", "resume"),
+    eval_every_n_steps=2,
+)
 class CentreSetByEvaluation(Plain):
     """The features are centred by the mean of the last validation micro-batch that this rank saw."""
 
@@ -77,7 +87,14 @@ class FlagLeft(Plain):
         return {"loss": self.loss(model, batch)}
 
 
-@bug("reseeded", "evaluation changes random state", CHANGES, ("drift", "resume", "not_deterministic"), visible="where dropout is on", eval_every_n_steps=2)
+@bug(
+    "reseeded",
+    "evaluation changes random state",
+    CHANGES,
+    ("drift", "resume", "not_deterministic"),
+    visible="where dropout is on",
+    eval_every_n_steps=2,
+)
 class Reseeded(Plain):
     """`evaluate` seeds torch anew, so that dropout draws the same masks after each evaluation."""
 
@@ -89,7 +106,14 @@ class Reseeded(Plain):
         return {"loss": self.loss(model, batch)}
 
 
-@bug("frozen-after-evaluation", "evaluation leaves its mode", CHANGES, ("drift", "resume", "detached_parameter", "rank_failed"), visible="from the first evaluation on", eval_every_n_steps=2)
+@bug(
+    "frozen-after-evaluation",
+    "evaluation leaves its mode",
+    CHANGES,
+    ("drift", "resume", "detached_parameter", "rank_failed"),
+    visible="from the first evaluation on",
+    eval_every_n_steps=2,
+)
 class FrozenAfterEvaluation(Plain):
     """`evaluate` freezes the first layer to save memory, and does not free it again."""
 
@@ -110,7 +134,13 @@ class MetricOfRank0(Plain):
         return {"loss": self.loss(model, batch), "accuracy": Loss(sum=hits.sum() * mine, count=len(hits) * mine)}
 
 
-@bug("metric-missing-on-rank-1", "metric of one rank", "the ranks do not return the same metrics", ("collective_mismatch", "rank_failed", "hang", "branches_differ"), refusal_is_right=True)
+@bug(
+    "metric-missing-on-rank-1",
+    "metric of one rank",
+    "the ranks do not return the same metrics",
+    ("collective_mismatch", "rank_failed", "hang", "branches_differ"),
+    refusal_is_right=True,
+)
 class MetricMissingOnRank1(Plain):
     """Only rank 0 returns the accuracy."""
 
@@ -122,7 +152,13 @@ class MetricMissingOnRank1(Plain):
         return metrics
 
 
-@bug("metric-mean-of-means", "metric by batch", METRIC, ("mean_of_means",), visible="52 validation samples in micro-batches of 8: the last is smaller")
+@bug(
+    "metric-mean-of-means",
+    "metric by batch",
+    METRIC,
+    ("mean_of_means",),
+    visible="52 validation samples in micro-batches of 8: the last is smaller",
+)
 class MetricMeanOfMeans(Plain):
     """Accuracy is a mean per micro-batch that counts as one."""
 
@@ -130,7 +166,12 @@ class MetricMeanOfMeans(Plain):
         return {"loss": self.loss(model, batch), "accuracy": Loss(sum=right(model, batch).mean(), count=1)}
 
 
-@bug("metric-of-the-past", "metric by state", "a metric depends on the evaluations before, and is lost with the process", ())
+@bug(
+    "metric-of-the-past",
+    "metric by state",
+    "a metric depends on the evaluations before, and is lost with the process",
+    (),
+)
 class MetricOfThePast(Plain):
     """Hits are added up in an attribute that is never set to zero."""
 
@@ -152,7 +193,12 @@ class MetricByOwnMedian(Plain):
         return {"loss": self.loss(model, batch), "above": Loss(sum=above.sum(), count=len(above))}
 
 
-@bug("noise-in-evaluation", "metric by state", "evaluation is random: two evaluations of the same weights do not agree", ("random_forward", "not_deterministic"))
+@bug(
+    "noise-in-evaluation",
+    "metric by state",
+    "evaluation is random: two evaluations of the same weights do not agree",
+    ("random_forward", "not_deterministic"),
+)
 class NoiseInEvaluation(Plain):
     """Validation samples are augmented anew in `evaluate`."""
 

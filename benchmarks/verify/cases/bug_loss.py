@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from case import bug
 from plain import CLASSES, PAD, VOCABULARY, WIDTH, Mlp, Plain, Sentences, Words, points
+from torch import Tensor, nn
+
 from shardwise import Loss
 
 NO_SUM = ("loss_is_no_sum",)
 MEANS = ("mean_of_means", "loss_is_no_sum")
 
 
-@bug("mean-counted-once", "mean in place of sum", "each micro-batch is divided by its own size", MEANS, visible="ragged batches, where ranks have different numbers of samples")
+@bug(
+    "mean-counted-once",
+    "mean in place of sum",
+    "each micro-batch is divided by its own size",
+    MEANS,
+    visible="ragged batches, where ranks have different numbers of samples",
+)
 class MeanCountedOnce(Plain):
     """The loss is the mean of the micro-batch, and counts as one."""
 
@@ -25,7 +31,12 @@ class MeanCountedOnce(Plain):
         return Loss(sum=F.cross_entropy(model(batch[0]), batch[1]), count=1)
 
 
-@bug("mean-divided-again", "mean in place of sum", "the mean of each micro-batch is divided once more by the samples", (*MEANS, "scaled_by_world", "wrong_scaling"))
+@bug(
+    "mean-divided-again",
+    "mean in place of sum",
+    "the mean of each micro-batch is divided once more by the samples",
+    (*MEANS, "scaled_by_world", "wrong_scaling"),
+)
 class MeanDividedAgain(Plain):
     """The loss is a mean, but the count is the number of samples."""
 
@@ -43,7 +54,15 @@ class OneOfTwoIsAMean(Plain):
         return Loss(sum=F.cross_entropy(answers, batch[1], reduction="sum") + penalty, count=len(batch[0]))
 
 
-@bug("token-means-bf16", "mean in place of sum", "tokens of each micro-batch are averaged on their own", MEANS, precision="bf16-mixed", gradient_accumulation=2, visible="a difference of some percent, in bf16-mixed with accumulation")
+@bug(
+    "token-means-bf16",
+    "mean in place of sum",
+    "tokens of each micro-batch are averaged on their own",
+    MEANS,
+    precision="bf16-mixed",
+    gradient_accumulation=2,
+    visible="a difference of some percent, in bf16-mixed with accumulation",
+)
 class TokenMeans(Sentences):
     """The mean over the tokens of a micro-batch, times its samples: its length depends on who is in it."""
 
@@ -57,7 +76,12 @@ class TokenMeans(Sentences):
         return Loss(sum=mean * len(batch), count=len(batch))
 
 
-@bug("padding-counted", "wrong count", "the count includes padding, which depends on the longest of the micro-batch", ("wrong_scaling", "loss_is_no_sum"))
+@bug(
+    "padding-counted",
+    "wrong count",
+    "the count includes padding, which depends on the longest of the micro-batch",
+    ("wrong_scaling", "loss_is_no_sum"),
+)
 class PaddingCounted(Sentences):
     """The sum leaves padding out, the count does not."""
 
@@ -77,7 +101,13 @@ class PaddingSummed(Sentences):
         return Loss(sum=total, count=self.count(batch))
 
 
-@bug("counts-disagree", "wrong count", "`count` and `loss` do not agree on what is counted", ("wrong_scaling", "engine_step", "rank_failed"), refusal_is_right=True)
+@bug(
+    "counts-disagree",
+    "wrong count",
+    "`count` and `loss` do not agree on what is counted",
+    ("wrong_scaling", "engine_step", "rank_failed"),
+    refusal_is_right=True,
+)
 class CountsDisagree(Sentences):
     """`count` says samples, `loss` says tokens."""
 
@@ -98,7 +128,12 @@ class ClassWeightsNormalised(Plain):
         return Loss(sum=mean * len(x), count=len(x))
 
 
-@bug("sample-weights-normalised", "weights by batch", "sample weights are made to sum to one within the micro-batch", MEANS)
+@bug(
+    "sample-weights-normalised",
+    "weights by batch",
+    "sample weights are made to sum to one within the micro-batch",
+    MEANS,
+)
 class SampleWeightsNormalised(Plain):
     """Each sample's weight is a softmax over the micro-batch."""
 
@@ -143,7 +178,12 @@ class Routed(nn.Module):
         return (torch.stack([expert(x) for expert in self.experts], 1) * shares.unsqueeze(2)).sum(1), shares
 
 
-@bug("load-balance", "products of batch means", "the balance of the experts is a product of means over the micro-batch", NO_SUM)
+@bug(
+    "load-balance",
+    "products of batch means",
+    "the balance of the experts is a product of means over the micro-batch",
+    NO_SUM,
+)
 class LoadBalance(Plain):
     """Switch's auxiliary loss, times the number of samples."""
 
@@ -182,7 +222,12 @@ class CollateNormalises(Plain):
         return [x / (x.abs().amax(0) + 0.1), y]
 
 
-@bug("hard-half", "chosen within a batch", "which samples are trained on depends on the others in the micro-batch", NO_SUM)
+@bug(
+    "hard-half",
+    "chosen within a batch",
+    "which samples are trained on depends on the others in the micro-batch",
+    NO_SUM,
+)
 class HardHalf(Plain):
     """Only the harder half of the micro-batch is trained on."""
 
@@ -192,7 +237,12 @@ class HardHalf(Plain):
         return Loss(sum=2 * each.topk((len(x) + 1) // 2).values.sum(), count=len(x))
 
 
-@bug("only-first-five", "chosen within a batch", "samples beyond the fifth of a micro-batch are left out", ("loss_is_no_sum", "order_matters", "gradients"))
+@bug(
+    "only-first-five",
+    "chosen within a batch",
+    "samples beyond the fifth of a micro-batch are left out",
+    ("loss_is_no_sum", "order_matters", "gradients"),
+)
 class OnlyFirstFive(Plain):
     """Left from debugging: `[:5]`."""
 
@@ -201,7 +251,13 @@ class OnlyFirstFive(Plain):
         return Loss(sum=F.cross_entropy(model(x[:5]), y[:5], reduction="sum"), count=len(x))
 
 
-@bug("partial-batch-ignored", "chosen within a batch", "a micro-batch that is not full is left out of the loss", ("loss_is_no_sum", "micro_batch_lost", "gradients"), visible="ragged batches")
+@bug(
+    "partial-batch-ignored",
+    "chosen within a batch",
+    "a micro-batch that is not full is left out of the loss",
+    ("loss_is_no_sum", "micro_batch_lost", "gradients"),
+    visible="ragged batches",
+)
 class PartialBatchIgnored(Plain):
     """A micro-batch smaller than batch_size gets a loss of zero."""
 
@@ -210,7 +266,12 @@ class PartialBatchIgnored(Plain):
         return full if full.count >= self.config.training.batch_size else Loss(sum=0 * full.sum, count=full.count)
 
 
-@bug("sequences-joined", "samples in one another", "samples are laid end to end, and the state goes from one into the next", ("loss_is_no_sum", "order_matters"))
+@bug(
+    "sequences-joined",
+    "samples in one another",
+    "samples are laid end to end, and the state goes from one into the next",
+    ("loss_is_no_sum", "order_matters"),
+)
 class SequencesJoined(Sentences):
     """Packed into one row without a border: the recurrent state of one sample enters the next."""
 
@@ -229,7 +290,12 @@ class TimeFirst(nn.Module):
         return self.head(self.layer(self.embed(tokens)))
 
 
-@bug("batch-first-forgotten", "samples in one another", "attention runs over the samples of the micro-batch instead of over the words", NO_SUM)
+@bug(
+    "batch-first-forgotten",
+    "samples in one another",
+    "attention runs over the samples of the micro-batch instead of over the words",
+    NO_SUM,
+)
 class BatchFirstForgotten(Sentences):
     """nn.TransformerEncoderLayer without batch_first=True, on batches whose first dimension is the samples."""
 
@@ -251,7 +317,12 @@ class SoftmaxOverSamples(Plain):
         return WrongSoftmax()
 
 
-@bug("mixup-in-loss", "samples in one another", "each sample is mixed with its neighbour in the micro-batch", ("loss_is_no_sum", "order_matters"))
+@bug(
+    "mixup-in-loss",
+    "samples in one another",
+    "each sample is mixed with its neighbour in the micro-batch",
+    ("loss_is_no_sum", "order_matters"),
+)
 class MixupInLoss(Plain):
     """Mixes the micro-batch with itself turned around."""
 
@@ -286,7 +357,13 @@ class DiceOverBatch(Plain):
         return Loss(sum=dice * len(x), count=len(x))
 
 
-@bug("penalty-per-micro-batch", "mean in place of sum", "a term without samples in it is added once per micro-batch", (*MEANS, "scaled_by_world"), gradient_accumulation=2)
+@bug(
+    "penalty-per-micro-batch",
+    "mean in place of sum",
+    "a term without samples in it is added once per micro-batch",
+    (*MEANS, "scaled_by_world"),
+    gradient_accumulation=2,
+)
 class PenaltyPerMicroBatch(Plain):
     """The penalty of the weights is added once per micro-batch and not once per sample."""
 
@@ -296,7 +373,14 @@ class PenaltyPerMicroBatch(Plain):
         return Loss(sum=plain.sum + 0.5 * penalty, count=plain.count)
 
 
-@bug("half-overflows", "numbers too large", "a sum in float16 overflows where the batch is large", ("loss_is_no_sum", "engine_step", "rank_failed", "gradients"), refusal_is_right=True, visible="where a micro-batch has more than about 9 samples: on one process")
+@bug(
+    "half-overflows",
+    "numbers too large",
+    "a sum in float16 overflows where the batch is large",
+    ("loss_is_no_sum", "engine_step", "rank_failed", "gradients"),
+    refusal_is_right=True,
+    visible="where a micro-batch has more than about 9 samples: on one process",
+)
 class HalfOverflows(Plain):
     """The sum is taken in float16, which ends at 65504; what does not fit is cut off by nan_to_num."""
 
@@ -315,7 +399,13 @@ class TemperatureBySize(Plain):
         return Loss(sum=F.cross_entropy(model(x) / len(x) ** 0.5, y, reduction="sum"), count=len(x))
 
 
-@bug("rare-class-mean", "rare", "samples of a rare class are averaged within the micro-batch", MEANS, visible="global batches with two of the 24 rare samples (of 240)")
+@bug(
+    "rare-class-mean",
+    "rare",
+    "samples of a rare class are averaged within the micro-batch",
+    MEANS,
+    visible="global batches with two of the 24 rare samples (of 240)",
+)
 class RareClassMean(Plain):
     """Where the rare class is present, the loss is its mean times ten."""
 
@@ -332,7 +422,13 @@ class RareClassMean(Plain):
         return Loss(sum=total + 10 * each[rare].mean() if rare.any() else total, count=len(x))
 
 
-@bug("rare-outlier", "rare", "with an outlier in it, the whole micro-batch is scaled by its largest value", NO_SUM, visible="batches in which one of 3 outliers (of 240) is")
+@bug(
+    "rare-outlier",
+    "rare",
+    "with an outlier in it, the whole micro-batch is scaled by its largest value",
+    NO_SUM,
+    visible="batches in which one of 3 outliers (of 240) is",
+)
 class RareOutlier(Plain):
     """Inputs are divided by the largest of the micro-batch if that is above 20."""
 
@@ -366,7 +462,12 @@ class Reversed(Words):
         return super().forward(tokens.flip(1)).flip(1)
 
 
-@bug("padding-read-first", "samples in one another", "a recurrent network reads the padding first, and the padding depends on the others", NO_SUM)
+@bug(
+    "padding-read-first",
+    "samples in one another",
+    "a recurrent network reads the padding first, and the padding depends on the others",
+    NO_SUM,
+)
 class PaddingReadFirst(Sentences):
     """The sequences are read from their end, where the padding of the micro-batch is."""
 

@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from case import bug
 from plain import CLASSES, WIDTH, Mlp, Plain, rank, world_size
+from torch import Tensor, nn
+
 from shardwise import Loss
 
 DIFFER = ("ranks_compute_differently",)
@@ -38,7 +38,12 @@ class SmoothingByRank(Plain):
         return Loss(sum=F.cross_entropy(model(x), y, reduction="sum", label_smoothing=0.2 * rank()), count=len(x))
 
 
-@bug("loss-by-world", "world in the loss", "the loss is divided by the number of ranks once more", ("scaled_by_world", "wrong_scaling"))
+@bug(
+    "loss-by-world",
+    "world in the loss",
+    "the loss is divided by the number of ranks once more",
+    ("scaled_by_world", "wrong_scaling"),
+)
 class LossByWorld(Plain):
     """The loss is divided by WORLD_SIZE, as other frameworks ask for."""
 
@@ -47,7 +52,12 @@ class LossByWorld(Plain):
         return Loss(sum=plain.sum / world_size(), count=plain.count)
 
 
-@bug("count-by-world", "world in the loss", "the count is multiplied by the number of ranks", ("scaled_by_world", "wrong_scaling"))
+@bug(
+    "count-by-world",
+    "world in the loss",
+    "the count is multiplied by the number of ranks",
+    ("scaled_by_world", "wrong_scaling"),
+)
 class CountByWorld(Plain):
     """The count is that of all ranks, by the user's own arithmetic."""
 
@@ -79,7 +89,12 @@ class SideHead(Mlp):
         return self.head(h), self.side(h.detach() if rank() else h)
 
 
-@bug("detached-on-rank-1", "rank in the model", "one branch gives no gradient to the body on ranks other than 0", (*DIFFER, "one_sided_parameter"))
+@bug(
+    "detached-on-rank-1",
+    "rank in the model",
+    "one branch gives no gradient to the body on ranks other than 0",
+    (*DIFFER, "one_sided_parameter"),
+)
 class DetachedOnRank1(Plain):
     """The features of the second head are detached where RANK is not 0."""
 
@@ -109,7 +124,12 @@ class ActivationHookByRank(Plain):
         return Hooked()
 
 
-@bug("clipped-by-own-norm", "hooks", "gradients are clipped before they are reduced, by each rank's own norm", ("clip_norm", "gradients", "loss_is_no_sum", *DIFFER, "engine_step"))
+@bug(
+    "clipped-by-own-norm",
+    "hooks",
+    "gradients are clipped before they are reduced, by each rank's own norm",
+    ("clip_norm", "gradients", "loss_is_no_sum", *DIFFER, "engine_step"),
+)
 class ClippedByOwnNorm(Plain):
     """Hooks of the parameters, set in build_model, clip each gradient to a norm of 0.5 as it arrives."""
 
@@ -128,7 +148,12 @@ class NoisyGradient(Mlp):
         return self.head(h)
 
 
-@bug("gradient-noise", "noise", "noise is added to the gradients, drawn anew by each rank", ("random_forward", "not_deterministic", *DIFFER))
+@bug(
+    "gradient-noise",
+    "noise",
+    "noise is added to the gradients, drawn anew by each rank",
+    ("random_forward", "not_deterministic", *DIFFER),
+)
 class GradientNoise(Plain):
     """A hook adds noise to the gradient of the features."""
 
@@ -146,7 +171,12 @@ class Rescaled(Mlp):
         return out
 
 
-@bug("rescaled-by-hand", "hooks", "gradients are multiplied for the number of ranks by hand, which the engine does too", ("scaled_by_world", "wrong_scaling", "gradients", "mean_of_means", "hang", "collective_mismatch"))
+@bug(
+    "rescaled-by-hand",
+    "hooks",
+    "gradients are multiplied for the number of ranks by hand, which the engine does too",
+    ("scaled_by_world", "wrong_scaling", "gradients", "mean_of_means", "hang", "collective_mismatch"),
+)
 class RescaledByHand(Plain):
     """A hook multiplies the gradient by all ranks' samples over its own, to undo a mean over ranks that nobody takes."""
 
@@ -154,7 +184,13 @@ class RescaledByHand(Plain):
         return Rescaled()
 
 
-@bug("reported-by-hand", "loss reduced by hand", "the loss that is reported was summed over the ranks before", ("reported_loss", "hang", "collective_mismatch", "scaled_by_world"), visible="the value of the loss, not its gradient")
+@bug(
+    "reported-by-hand",
+    "loss reduced by hand",
+    "the loss that is reported was summed over the ranks before",
+    ("reported_loss", "hang", "collective_mismatch", "scaled_by_world"),
+    visible="the value of the loss, not its gradient",
+)
 class ReportedByHand(Plain):
     """The value of the loss is all-reduced by hand, and then once more by the engine."""
 
@@ -166,7 +202,20 @@ class ReportedByHand(Plain):
         return Loss(sum=plain.sum + (total - plain.sum.detach()), count=plain.count)
 
 
-@bug("frozen-on-rank-0", "ranks build differently", "a part is frozen on one rank alone", ("rank_failed", "unsynchronised_parameter", "one_sided_parameter", "some_ranks_update", "collective_mismatch", *DIFFER), refusal_is_right=True)
+@bug(
+    "frozen-on-rank-0",
+    "ranks build differently",
+    "a part is frozen on one rank alone",
+    (
+        "rank_failed",
+        "unsynchronised_parameter",
+        "one_sided_parameter",
+        "some_ranks_update",
+        "collective_mismatch",
+        *DIFFER,
+    ),
+    refusal_is_right=True,
+)
 class FrozenOnRank0(Plain):
     """The first layer is frozen where RANK is 0."""
 
@@ -177,7 +226,13 @@ class FrozenOnRank0(Plain):
         return model
 
 
-@bug("extra-on-rank-1", "ranks build differently", "rank 1 has a parameter that the others do not have", ("rank_failed", "collective_mismatch", "one_sided_parameter"), refusal_is_right=True)
+@bug(
+    "extra-on-rank-1",
+    "ranks build differently",
+    "rank 1 has a parameter that the others do not have",
+    ("rank_failed", "collective_mismatch", "one_sided_parameter"),
+    refusal_is_right=True,
+)
 class ExtraOnRank1(Plain):
     """An adapter is made on rank 1 alone."""
 
@@ -203,7 +258,9 @@ class Skips(Mlp):
         return x
 
 
-@bug("block-skipped-by-rank", "rank in the model", "each rank leaves out another block", (*DIFFER, "one_sided_parameter"))
+@bug(
+    "block-skipped-by-rank", "rank in the model", "each rank leaves out another block", (*DIFFER, "one_sided_parameter")
+)
 class BlockSkippedByRank(Plain):
     """Stochastic depth that is "drawn" by rank: block i does nothing on rank i."""
 
@@ -222,7 +279,13 @@ class Curriculum(Mlp):
         return out * (1 + 0.5 * rank()) if self.calls >= 3 else out
 
 
-@bug("rank-from-step-3", "begins later", "from the third forward pass on, ranks compute something else", (*DIFFER, "drift", "resume"), visible="from step 3 on")
+@bug(
+    "rank-from-step-3",
+    "begins later",
+    "from the third forward pass on, ranks compute something else",
+    (*DIFFER, "drift", "resume"),
+    visible="from step 3 on",
+)
 class RankFromStep3(Plain):
     """Warm-up of two steps in the forward pass, then a factor by RANK."""
 
@@ -230,7 +293,12 @@ class RankFromStep3(Plain):
         return Curriculum()
 
 
-@bug("easy-batches-skipped", "branches by local numbers", "each rank decides by its own samples which loss it takes", (*DIFFER, "loss_is_no_sum", "branches_differ"))
+@bug(
+    "easy-batches-skipped",
+    "branches by local numbers",
+    "each rank decides by its own samples which loss it takes",
+    (*DIFFER, "loss_is_no_sum", "branches_differ"),
+)
 class EasyBatchesSkipped(Plain):
     """Where more than a third of its own samples are right, a rank trains a harder loss."""
 
@@ -248,7 +316,12 @@ class FromTheClock(Mlp):
         super().__init__()
 
 
-@bug("weights-by-the-clock", "ranks build differently", "the model's first weights are other ones in each run", ("different_seeds", "not_deterministic"))
+@bug(
+    "weights-by-the-clock",
+    "ranks build differently",
+    "the model's first weights are other ones in each run",
+    ("different_seeds", "not_deterministic"),
+)
 class WeightsByTheClock(Plain):
     """build_model seeds by the clock."""
 
@@ -259,13 +332,29 @@ class WeightsByTheClock(Plain):
 class RandomFeatures(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("turn", torch.randn(8, 8, generator=torch.Generator().manual_seed(time.time_ns())), persistent=False)
+        self.register_buffer(
+            "turn", torch.randn(8, 8, generator=torch.Generator().manual_seed(time.time_ns())), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x @ self.turn)
 
 
-@bug("random-features", "ranks build differently", "a random matrix that is not saved is another one in each process", ("different_seeds", "stale_buffers", "own_buffers", "rank_failed", "weights_not_restored", "resume", "not_deterministic", *DIFFER))
+@bug(
+    "random-features",
+    "ranks build differently",
+    "a random matrix that is not saved is another one in each process",
+    (
+        "different_seeds",
+        "stale_buffers",
+        "own_buffers",
+        "rank_failed",
+        "weights_not_restored",
+        "resume",
+        "not_deterministic",
+        *DIFFER,
+    ),
+)
 class RandomFeaturesTask(Plain):
     """A non-persistent buffer, drawn by the clock in build_model."""
 
@@ -282,7 +371,13 @@ class PlainTensor(Mlp):
         return super().forward(x @ self.turn)
 
 
-@bug("plain-tensor", "ranks build differently", "a random matrix is a plain attribute, which nobody sends to the other ranks or saves", ("different_seeds", "rank_failed", "resume", *DIFFER), refusal_is_right=True)
+@bug(
+    "plain-tensor",
+    "ranks build differently",
+    "a random matrix is a plain attribute, which nobody sends to the other ranks or saves",
+    ("different_seeds", "rank_failed", "resume", *DIFFER),
+    refusal_is_right=True,
+)
 class PlainTensorTask(Plain):
     """A fixed random matrix is kept as a plain tensor and not as a buffer."""
 
@@ -290,7 +385,13 @@ class PlainTensorTask(Plain):
         return PlainTensor()
 
 
-@bug("missing-gradients-by-rank", "rank in the model", "one class has no gradient on odd ranks", (*DIFFER, "one_sided_parameter"), ranks=4)
+@bug(
+    "missing-gradients-by-rank",
+    "rank in the model",
+    "one class has no gradient on odd ranks",
+    (*DIFFER, "one_sided_parameter"),
+    ranks=4,
+)
 class MissingGradientsByRank(Plain):
     """On odd ranks the last class is masked out of the loss."""
 

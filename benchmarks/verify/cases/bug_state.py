@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from case import bug
 from plain import CLASSES, WIDTH, Mlp, Plain, points, rank
+from torch import Tensor, nn
+
 from shardwise import Loss
 
 LOCAL = ("own_buffers", "stale_buffers", "ranks_compute_differently", "loss_is_no_sum", "drift")
@@ -17,7 +17,12 @@ LOST = ("resume",)
 LAST = {"loss": 1.0}
 
 
-@bug("running-mean-attribute", "plain attributes", "a mean that each rank keeps for itself, of its own samples, is in the loss", (*LOCAL, *LOST))
+@bug(
+    "running-mean-attribute",
+    "plain attributes",
+    "a mean that each rank keeps for itself, of its own samples, is in the loss",
+    (*LOCAL, *LOST),
+)
 class RunningMeanAttribute(Plain):
     """Inputs are centred by a running mean that is an attribute of the task."""
 
@@ -29,7 +34,12 @@ class RunningMeanAttribute(Plain):
         return super().loss(model, [x - self.mean, y])
 
 
-@bug("fitted-on-first-batch", "plain attributes", "each rank fits the normaliser on its own first micro-batch", (*LOCAL, *LOST))
+@bug(
+    "fitted-on-first-batch",
+    "plain attributes",
+    "each rank fits the normaliser on its own first micro-batch",
+    (*LOCAL, *LOST),
+)
 class FittedOnFirstBatch(Plain):
     """A normaliser is fitted on the first micro-batch that comes, and kept."""
 
@@ -53,7 +63,13 @@ class Cooling(Mlp):
         return out
 
 
-@bug("temperature-counter", "counters", "a counter of calls, which no checkpoint has, is in the forward pass", (*LOST, "drift", "weights_not_restored"), visible="after a resume, and on a rank that has no samples in a step")
+@bug(
+    "temperature-counter",
+    "counters",
+    "a counter of calls, which no checkpoint has, is in the forward pass",
+    (*LOST, "drift", "weights_not_restored"),
+    visible="after a resume, and on a rank that has no samples in a step",
+)
 class TemperatureCounter(Plain):
     """The temperature falls with the number of forward passes, counted in a plain attribute."""
 
@@ -61,7 +77,13 @@ class TemperatureCounter(Plain):
         return Cooling()
 
 
-@bug("counter-accumulated", "counters", "the forward pass depends on how many micro-batches came before", ("drift", "resume", "loss_is_no_sum", "random_forward", "engine_step"), gradient_accumulation=2)
+@bug(
+    "counter-accumulated",
+    "counters",
+    "the forward pass depends on how many micro-batches came before",
+    ("drift", "resume", "loss_is_no_sum", "random_forward", "engine_step"),
+    gradient_accumulation=2,
+)
 class CounterAccumulated(Plain):
     """The same with accumulation: a step of two micro-batches counts twice."""
 
@@ -81,7 +103,14 @@ class KeptCounter(Mlp):
         return out
 
 
-@bug("counter-buffer", "counters", "the forward pass depends on how many micro-batches came before", ("drift", "own_buffers", "loss_is_no_sum", "stale_buffers", "random_forward", "engine_step"), gradient_accumulation=2, visible="with accumulation: it resumes well")
+@bug(
+    "counter-buffer",
+    "counters",
+    "the forward pass depends on how many micro-batches came before",
+    ("drift", "own_buffers", "loss_is_no_sum", "stale_buffers", "random_forward", "engine_step"),
+    gradient_accumulation=2,
+    visible="with accumulation: it resumes well",
+)
 class CounterBuffer(Plain):
     """A counter of micro-batches, saved as a buffer, sets the temperature: half as many steps with accumulation 2."""
 
@@ -89,7 +118,13 @@ class CounterBuffer(Plain):
         return KeptCounter()
 
 
-@bug("first-seen-cache", "plain attributes", "each rank remembers what it saw of its own samples, and trains towards that", (*LOCAL, *LOST), visible="from the second epoch on, and after a resume")
+@bug(
+    "first-seen-cache",
+    "plain attributes",
+    "each rank remembers what it saw of its own samples, and trains towards that",
+    (*LOCAL, *LOST),
+    visible="from the second epoch on, and after a resume",
+)
 class FirstSeenCache(Plain):
     """Answers are drawn towards those of the first time this process saw the sample."""
 
@@ -124,7 +159,12 @@ class Centred(Mlp):
         return (out - self.centre) * 4
 
 
-@bug("centre-buffer", "buffers of own samples", "a buffer that follows a rank's own samples is in the loss", ("own_buffers", "loss_is_no_sum"))
+@bug(
+    "centre-buffer",
+    "buffers of own samples",
+    "a buffer that follows a rank's own samples is in the loss",
+    ("own_buffers", "loss_is_no_sum"),
+)
 class CentreBuffer(Plain):
     """Answers are centred by a running mean over the rank's own micro-batches."""
 
@@ -150,7 +190,12 @@ class Prototypes(Mlp):
         return loss
 
 
-@bug("codebook", "buffers of own samples", "codes are moved by each rank's own samples, and are in the loss", ("own_buffers", "loss_is_no_sum", "stale_buffers"))
+@bug(
+    "codebook",
+    "buffers of own samples",
+    "codes are moved by each rank's own samples, and are in the loss",
+    ("own_buffers", "loss_is_no_sum", "stale_buffers"),
+)
 class Codebook(Plain):
     """A codebook is updated by moving averages of the rank's own micro-batches."""
 
@@ -177,7 +222,12 @@ class Queue(Mlp):
         return (5 * out @ away.T).logsumexp(1).sum()
 
 
-@bug("queue", "buffers of own samples", "the negatives are each rank's own last samples", ("own_buffers", "loss_is_no_sum", "order_matters", "stale_buffers"))
+@bug(
+    "queue",
+    "buffers of own samples",
+    "the negatives are each rank's own last samples",
+    ("own_buffers", "loss_is_no_sum", "order_matters", "stale_buffers"),
+)
 class MomentumQueue(Plain):
     """Negatives come from a queue of the rank's own last samples."""
 
@@ -200,7 +250,12 @@ class Student(Mlp):
         return super().forward(x), self.teacher(x).detach()
 
 
-@bug("teacher-on-rank-0", "state of rank 0", "the teacher moves on rank 0 alone", ("ranks_compute_differently", "stale_buffers", "own_buffers", "some_ranks_update", "drift"))
+@bug(
+    "teacher-on-rank-0",
+    "state of rank 0",
+    "the teacher moves on rank 0 alone",
+    ("ranks_compute_differently", "stale_buffers", "own_buffers", "some_ranks_update", "drift"),
+)
 class TeacherOnRank0(Plain):
     """A teacher follows the student on rank 0 and is distilled from on every rank."""
 
@@ -224,7 +279,13 @@ class LastLossGlobal(Plain):
         return Loss(sum=weighed, count=plain.count)
 
 
-@bug("batch-changed-in-place", "plain attributes", "the data change when they are trained on", ("data_change", "resume", "drift"), visible="from the second epoch on, and after a resume")
+@bug(
+    "batch-changed-in-place",
+    "plain attributes",
+    "the data change when they are trained on",
+    ("data_change", "resume", "drift"),
+    visible="from the second epoch on, and after a resume",
+)
 class BatchChangedInPlace(Plain):
     """The micro-batch is a list of the stored tensors, and the loss scales them in place."""
 
@@ -258,7 +319,12 @@ class ActNorm(nn.Module):
         return (x + self.shift) * self.scale
 
 
-@bug("set-by-first-batch", "lazy parameters", "each rank sets a parameter by its own first micro-batch", (*LOCAL, "different_seeds", "some_ranks_update", "unsynchronised_parameter", "resume", "weights_not_restored"))
+@bug(
+    "set-by-first-batch",
+    "lazy parameters",
+    "each rank sets a parameter by its own first micro-batch",
+    (*LOCAL, "different_seeds", "some_ranks_update", "unsynchronised_parameter", "resume", "weights_not_restored"),
+)
 class SetByFirstBatch(Plain):
     """Activation norm: its parameters are set by the first micro-batch of each rank, again after each resume."""
 
@@ -279,7 +345,21 @@ class Late(Mlp):
         return x + self.late(x) if hasattr(self, "late") else x
 
 
-@bug("late-layer", "lazy parameters", "a layer is made in the second step: nobody synchronises, updates or saves it", ("unsynchronised_parameter", "ranks_compute_differently", "resume", "drift", "detached_parameter", "not_deterministic", "different_seeds"), visible="from step 2 on")
+@bug(
+    "late-layer",
+    "lazy parameters",
+    "a layer is made in the second step: nobody synchronises, updates or saves it",
+    (
+        "unsynchronised_parameter",
+        "ranks_compute_differently",
+        "resume",
+        "drift",
+        "detached_parameter",
+        "not_deterministic",
+        "different_seeds",
+    ),
+    visible="from step 2 on",
+)
 class LateLayer(Plain):
     """A layer is made in the second forward pass, with weights of each rank's own."""
 
@@ -298,7 +378,12 @@ class CopiedHead(nn.Module):
         return self.head(torch.tanh(self.middle(self.embed(words))))
 
 
-@bug("tied-by-copying", "state of rank 0", "rank 0 overwrites a weight that the other ranks train", ("some_ranks_update", "ranks_compute_differently", "drift", "stale_buffers", "different_seeds", "gradients"))
+@bug(
+    "tied-by-copying",
+    "state of rank 0",
+    "rank 0 overwrites a weight that the other ranks train",
+    ("some_ranks_update", "ranks_compute_differently", "drift", "stale_buffers", "different_seeds", "gradients"),
+)
 class TiedByCopying(Plain):
     """The head is made equal to the embedding by copying, on rank 0: "DDP sends it to the others"."""
 
@@ -341,7 +426,12 @@ class OwnGenerator(Mlp):
         return x + 0.5 * noise
 
 
-@bug("own-generator", "noise", "the forward pass draws from a generator of its own, which no checkpoint has", ("random_forward", "order_matters", "not_deterministic", "resume", "loss_is_no_sum"))
+@bug(
+    "own-generator",
+    "noise",
+    "the forward pass draws from a generator of its own, which no checkpoint has",
+    ("random_forward", "order_matters", "not_deterministic", "resume", "loss_is_no_sum"),
+)
 class OwnGeneratorTask(Plain):
     """Noise from a torch.Generator that the model keeps, the same one on every rank."""
 
@@ -360,7 +450,12 @@ class DropPath(Mlp):
         return x
 
 
-@bug("drop-path-per-batch", "noise", "whole blocks are left out at random, drawn by each rank", ("random_forward", "ranks_compute_differently", "not_deterministic"))
+@bug(
+    "drop-path-per-batch",
+    "noise",
+    "whole blocks are left out at random, drawn by each rank",
+    ("random_forward", "ranks_compute_differently", "not_deterministic"),
+)
 class DropPathPerBatch(Plain):
     """Stochastic depth by hand, drawn once per micro-batch."""
 

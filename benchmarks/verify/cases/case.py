@@ -1,13 +1,14 @@
 """What a case is, and how it is written down beside the task or the loop that it is about.
 
-Every file `clean_*.py`, `bug_*.py` and `loop_*.py` of this folder fills `CASES` when it is imported.
+Every file `clean_*.py` and `bug_*.py` of this folder, and `loops.py`, fills `CASES` when it is imported.
 """
 
 from __future__ import annotations
 
-import sys
+import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -69,7 +70,13 @@ ACCUMULATE: dict[str, Any] = {"gradient_accumulation": 2}
 
 
 def clean(
-    name: str, family: str, what: str, *ways: tuple[str, int, dict[str, Any]], ddp: bool = True, fsdp: bool = True, **all_: Any
+    name: str,
+    family: str,
+    what: str,
+    *ways: tuple[str, int, dict[str, Any]],
+    ddp: bool = True,
+    fsdp: bool = True,
+    **all_: Any,
 ) -> Callable[[type], type]:
     """A correct task: under ddp and fsdp on two ranks, and in these further ways (a name, ranks, training)."""
     two = [("ddp", 2, DDP)] * ddp + [("fsdp", 2, FSDP)] * fsdp
@@ -121,5 +128,5 @@ def loop(
     visible: str = "always",
 ) -> None:
     """A program with a loop of its own; its docstring says what is wrong. Without a cause it is a correct one."""
-    what = " ".join((sys.modules[file.removesuffix(".py")].__doc__ or "").split())
-    CASES.append(Case(name, family, what, file, bool(cause), cause, tuple(accepted), visible))
+    what = ast.get_docstring(ast.parse((Path(__file__).parent / file).read_text())) or ""
+    CASES.append(Case(name, family, " ".join(what.split()), file, bool(cause), cause, tuple(accepted), visible))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from case import ACCUMULATE, BF16, DDP, FSDP, UNUSED, clean
 from plain import PAD, VOCABULARY, WIDTH, Sentences, pad, sentences
+from torch import Tensor, nn
+
 from shardwise import Loss, Task
 
 
@@ -45,7 +45,13 @@ class Llama(Sentences):
         return Logits(LlamaForCausalLM(config))
 
 
-@clean("gpt2-tied", "decoder", "GPT2LMHeadModel with tied embeddings", ("fsdp-4", 4, FSDP), ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "gpt2-tied",
+    "decoder",
+    "GPT2LMHeadModel with tied embeddings",
+    ("fsdp-4", 4, FSDP),
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Gpt2(Sentences):
     def build_model(self) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -153,7 +159,12 @@ class T5(Task):
         return Loss(sum=total, count=self.count(batch))
 
 
-@clean("t5-dropout", "encoder-decoder", "the same with its usual dropout, which its attention calls as a function", fsdp=False)
+@clean(
+    "t5-dropout",
+    "encoder-decoder",
+    "the same with its usual dropout, which its attention calls as a function",
+    fsdp=False,
+)
 class T5Dropout(T5):
     dropout = 0.1
 
@@ -232,7 +243,9 @@ class LastState(nn.Module):
         return self.head(self.rnn(packed)[1][0][-2:].transpose(0, 1).flatten(1))
 
 
-@clean("lstm", "recurrent", "a bidirectional LSTM over packed sequences that classifies them", ("ddp-bf16", 2, DDP | BF16))
+@clean(
+    "lstm", "recurrent", "a bidirectional LSTM over packed sequences that classifies them", ("ddp-bf16", 2, DDP | BF16)
+)
 class Lstm(Task):
     def train_data(self):
         return [(text, int(text[0]) % 3) for text in sentences(self.config.seed, 200, 3, 15)]
@@ -298,7 +311,12 @@ class ExpertsTop1(Sentences):
         return ExpertWords(top=1, skip_idle=False)
 
 
-@clean("experts-top2", "mixture of experts", "top-2; an idle expert is called with no token", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "experts-top2",
+    "mixture of experts",
+    "top-2; an idle expert is called with no token",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class ExpertsTop2(Sentences):
     shortest, longest = 2, 5
 
@@ -331,7 +349,13 @@ class Adapted(nn.Module):
         return self.inner(x) + self.b(self.a(x))
 
 
-@clean("adapters", "adapters", "a frozen decoder whose MLPs have adapters of rank 4", ("ddp-4", 4, DDP), ("fsdp-bf16", 2, FSDP | BF16))
+@clean(
+    "adapters",
+    "adapters",
+    "a frozen decoder whose MLPs have adapters of rank 4",
+    ("ddp-4", 4, DDP),
+    ("fsdp-bf16", 2, FSDP | BF16),
+)
 class Adapters(Sentences):
     def build_model(self) -> nn.Module:
         model = OwnDecoder().requires_grad_(False)
@@ -340,7 +364,12 @@ class Adapters(Sentences):
         return model
 
 
-@clean("rare-words", "sparse embedding", "an embedding of 4000 words, of which forty are used", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "rare-words",
+    "sparse embedding",
+    "an embedding of 4000 words, of which forty are used",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class RareWords(Sentences):
     def train_data(self):
         return [text * 97 for text in super().train_data()]

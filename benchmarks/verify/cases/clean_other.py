@@ -7,11 +7,11 @@ import random
 import numpy as np
 import torch
 import torch.nn.functional as F
+from case import ACCUMULATE, BF16, DDP, FSDP, UNUSED, clean
+from plain import CLASSES, WIDTH, Mlp, Plain, points
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from case import ACCUMULATE, BF16, DDP, FSDP, UNUSED, clean
-from plain import CLASSES, WIDTH, Mlp, Plain, points
 from shardwise import Loss, Task
 
 
@@ -87,7 +87,12 @@ class TwoHeads(nn.Module):
         return self.kind(h), self.size(h)
 
 
-@clean("two-losses", "two losses", "classes and a number at once, both sums over the samples", ("ddp-4-accumulate", 4, DDP | ACCUMULATE))
+@clean(
+    "two-losses",
+    "two losses",
+    "classes and a number at once, both sums over the samples",
+    ("ddp-4-accumulate", 4, DDP | ACCUMULATE),
+)
 class TwoLosses(Plain):
     def build_model(self) -> nn.Module:
         return TwoHeads()
@@ -121,7 +126,12 @@ class ScalarGates(Plain):
         return nn.Sequential(nn.Linear(8, WIDTH), *(Gated() for _ in range(4)), nn.Linear(WIDTH, CLASSES))
 
 
-@clean("class-weights", "class weights", "weighted classes; the count is the sum of the weights", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "class-weights",
+    "class weights",
+    "weighted classes; the count is the sum of the weights",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class ClassWeights(Plain):
     weights = torch.tensor([1, 2, 5, 10])
 
@@ -219,7 +229,12 @@ class PointNet(nn.Module):
         return self.head(self.each(cloud).amax(dim=1))
 
 
-@clean("point-clouds", "point network", "the same MLP for each point, then the largest", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "point-clouds",
+    "point network",
+    "the same MLP for each point, then the largest",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Clouds(Task):
     def train_data(self):
         generator = torch.Generator().manual_seed(self.config.seed)
@@ -245,7 +260,13 @@ class Tastes(nn.Module):
         return product + self.person_bias(person)[:, 0] + self.thing_bias(thing)[:, 0] + self.mean
 
 
-@clean("tastes", "recommender", "two tables and a product; SGD with momentum", ("ddp-4", 4, DDP), optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9})
+@clean(
+    "tastes",
+    "recommender",
+    "two tables and a product; SGD with momentum",
+    ("ddp-4", 4, DDP),
+    optimizer={"name": "sgd", "lr": 0.05, "momentum": 0.9},
+)
 class Recommender(Task):
     def train_data(self):
         g = torch.Generator().manual_seed(self.config.seed)
@@ -260,7 +281,12 @@ class Recommender(Task):
         return Loss(sum=(model(person, thing) - stars).square().sum(), count=len(stars))
 
 
-@clean("triplets", "siamese", "anchor, near and far come in one sample, through the same network", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "triplets",
+    "siamese",
+    "anchor, near and far come in one sample, through the same network",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Triplets(Task):
     def train_data(self):
         x, y = points(self.config.seed, 200)
@@ -295,7 +321,13 @@ class Again(nn.Module):
         return self.head(x)
 
 
-@clean("shared-block", "shared weights", "one block that is used three times", ("ddp-accumulate", 2, DDP | ACCUMULATE), ("fsdp-4", 4, FSDP))
+@clean(
+    "shared-block",
+    "shared weights",
+    "one block that is used three times",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+    ("fsdp-4", 4, FSDP),
+)
 class SharedBlock(Plain):
     def build_model(self) -> nn.Module:
         return Again()
@@ -313,7 +345,12 @@ class Causal(nn.Module):
         return self.head(x)
 
 
-@clean("series", "temporal convolutions", "dilated causal convolutions, a mixture of two normals per step", ("ddp-4", 4, DDP))
+@clean(
+    "series",
+    "temporal convolutions",
+    "dilated causal convolutions, a mixture of two normals per step",
+    ("ddp-4", 4, DDP),
+)
 class Series(Task):
     unit = "steps"
 
@@ -350,7 +387,12 @@ class Augmented(torch.utils.data.Dataset):
         return self.x[index] * scale + shift + 0.3 * torch.randn(8), self.y[index]
 
 
-@clean("augmented", "augmentation", "random, numpy.random and torch draw in __getitem__", ("ddp-4-accumulate", 4, DDP | ACCUMULATE))
+@clean(
+    "augmented",
+    "augmentation",
+    "random, numpy.random and torch draw in __getitem__",
+    ("ddp-4-accumulate", 4, DDP | ACCUMULATE),
+)
 class AugmentedPoints(Plain):
     def train_data(self):
         return Augmented(*points(self.config.seed, 200))
@@ -359,10 +401,24 @@ class AugmentedPoints(Plain):
 @clean("dropout", "dropout", "nn.Dropout and a residual MLP", ("ddp-bf16", 2, DDP | BF16), gradient_clip=0.5)
 class Dropped(Plain):
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 48), nn.ReLU(), nn.Dropout(0.3), nn.Linear(48, 48), nn.ReLU(), nn.Dropout(0.3), nn.Linear(48, CLASSES))
+        return nn.Sequential(
+            nn.Linear(8, 48),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(48, 48),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(48, CLASSES),
+        )
 
 
-@clean("wide-range", "regression", "targets from 0.001 to 10000, Huber loss, clipped", ("ddp-accumulate", 2, DDP | ACCUMULATE), gradient_clip=1.0)
+@clean(
+    "wide-range",
+    "regression",
+    "targets from 0.001 to 10000, Huber loss, clipped",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+    gradient_clip=1.0,
+)
 class WideRange(Task):
     def train_data(self):
         x, _ = points(self.config.seed, 200)

@@ -6,9 +6,9 @@ import math
 
 import torch
 import torch.nn.functional as F
+from case import ACCUMULATE, BF16, DDP, FSDP, clean
 from torch import Tensor, nn
 
-from case import ACCUMULATE, BF16, DDP, FSDP, clean
 from shardwise import Loss, Task
 
 KINDS = 5
@@ -73,7 +73,12 @@ class DenseLayer(nn.Module):
         return torch.cat([x, F.relu(self.conv(x))], dim=1)
 
 
-@clean("dense-convolutions", "dense convolutions", "each convolution sees all before it", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "dense-convolutions",
+    "dense convolutions",
+    "each convolution sees all before it",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Dense(Pictures):
     def build_model(self) -> nn.Module:
         layers = [DenseLayer(3 + 6 * i) for i in range(5)]
@@ -113,13 +118,24 @@ class ResidualFrozenNorm(Pictures):
         return model
 
 
-@clean("residual-group-norm", "group norm", "the same with group norm", ("ddp-4-accumulate", 4, DDP | ACCUMULATE), ("fsdp-bf16", 2, FSDP | BF16))
+@clean(
+    "residual-group-norm",
+    "group norm",
+    "the same with group norm",
+    ("ddp-4-accumulate", 4, DDP | ACCUMULATE),
+    ("fsdp-bf16", 2, FSDP | BF16),
+)
 class ResidualGroupNorm(Pictures):
     def build_model(self) -> nn.Module:
         return residual("group")
 
 
-@clean("depthwise", "separable convolutions", "depthwise convolutions, squeeze and excitation", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "depthwise",
+    "separable convolutions",
+    "depthwise convolutions, squeeze and excitation",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Depthwise(Pictures):
     def build_model(self) -> nn.Module:
         return nn.Sequential(
@@ -171,7 +187,9 @@ class OwnUnet(nn.Module):
         self.out = nn.Conv2d(8, 1, 1)
 
     def step(self, before: int, after: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.InstanceNorm2d(after, affine=True), nn.LeakyReLU(0.1))
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, padding=1), nn.InstanceNorm2d(after, affine=True), nn.LeakyReLU(0.1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         fine = self.down1(x)
@@ -232,7 +250,12 @@ class WithNoise(torch.utils.data.Dataset):
         return self.samples[index][0], torch.randn(8)
 
 
-@clean("vae", "variational autoencoder", "noise is part of the sample; none in eval mode", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "vae",
+    "variational autoencoder",
+    "noise is part of the sample; none in eval mode",
+    ("ddp-accumulate", 2, DDP | ACCUMULATE),
+)
 class Vae(Masks):
     unit = "samples"
 
@@ -335,7 +358,9 @@ class Ears(nn.Module):
         return self.model(input_features=sound, decoder_input_ids=before).logits
 
 
-@clean("whisper", "speech", "WhisperForConditionalGeneration on made-up spectra", ("ddp-accumulate", 2, DDP | ACCUMULATE))
+@clean(
+    "whisper", "speech", "WhisperForConditionalGeneration on made-up spectra", ("ddp-accumulate", 2, DDP | ACCUMULATE)
+)
 class Whisper(Task):
     def train_data(self):
         return [(wave.view(8, 40), tones) for wave, tones in waves(self.config.seed, 150, 320)]
