@@ -205,8 +205,8 @@ def table(cases: list[Case], results: dict[str, dict[str, Any]]) -> str:
         "",
         f"Each case of `benchmarks/verify/cases`, one at a time; {os.cpu_count()} cores, "
         f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. "
-        "Made by `benchmarks/verify/cases/matrix.py`. Correct cases must not fail, bugs must not pass. *seen; other cause*: the bug failed, with a first cause that is not among those "
-        "that the case accepts.",
+        "Made by `benchmarks/verify/cases/matrix.py`. Correct cases must not fail, bugs must not pass. "
+        "*seen; other cause*: the bug failed, with a first cause that is not among those that the case accepts.",
     ]
     for title, bug in (("Correct", False), ("Bugs", True)):
         part = [case for case in cases if case.bug == bug]
