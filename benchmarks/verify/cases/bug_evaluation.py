@@ -18,7 +18,14 @@ def right(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return (model(batch[0]).argmax(1) == batch[1]).float()
 
 
-@bug("weights-rounded", "evaluation changes weights", CHANGES, ("drift", "resume"), eval_every_n_steps=2)
+@bug(
+    "weights-rounded",
+    "evaluation changes weights",
+    CHANGES,
+    ("drift", "resume"),
+    eval_every_n_steps=2,
+    eval_at_start=False,
+)
 class WeightsRounded(Plain):
     """The weights are rounded to an eighth before evaluation, "as they will be deployed", and stay so."""
 
@@ -30,7 +37,12 @@ class WeightsRounded(Plain):
 
 
 @bug(
-    "statistics-move", "evaluation changes buffers", CHANGES, ("stale_buffers", "drift", "resume"), eval_every_n_steps=2
+    "statistics-move",
+    "evaluation changes buffers",
+    CHANGES,
+    ("stale_buffers", "drift", "resume"),
+    eval_every_n_steps=2,
+    eval_at_start=False,
 )
 class StatisticsMove(Plain):
     """`evaluate` switches to train mode: running statistics of batch norm take in the validation samples."""
@@ -64,6 +76,7 @@ class Remembering(Mlp):
     CHANGES,
     ("own_buffers", "stale_buffers", "drift", "resume"),
     eval_every_n_steps=2,
+    eval_at_start=False,
 )
 class CentreSetByEvaluation(Plain):
     """The features are centred by the mean of the last validation micro-batch that this rank saw."""
@@ -72,7 +85,14 @@ class CentreSetByEvaluation(Plain):
         return Remembering()
 
 
-@bug("flag-left", "evaluation leaves its mode", CHANGES, ("drift", "resume", "engine_step"), eval_every_n_steps=2)
+@bug(
+    "flag-left",
+    "evaluation leaves its mode",
+    CHANGES,
+    ("drift", "resume", "engine_step"),
+    eval_every_n_steps=2,
+    eval_at_start=False,
+)
 class FlagLeft(Plain):
     """`evaluate` switches label smoothing off by a flag, and never on again."""
 
@@ -94,6 +114,7 @@ class FlagLeft(Plain):
     ("drift", "resume", "not_deterministic"),
     visible="where dropout is on",
     eval_every_n_steps=2,
+    eval_at_start=False,
 )
 class Reseeded(Plain):
     """`evaluate` seeds torch anew, so that dropout draws the same masks after each evaluation."""
@@ -113,6 +134,7 @@ class Reseeded(Plain):
     ("drift", "resume", "detached_parameter", "rank_failed"),
     visible="from the first evaluation on",
     eval_every_n_steps=2,
+    eval_at_start=False,
 )
 class FrozenAfterEvaluation(Plain):
     """`evaluate` freezes the first layer to save memory, and does not free it again."""

@@ -362,29 +362,6 @@ class RandomFeaturesTask(Plain):
         return RandomFeatures()
 
 
-class PlainTensor(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = torch.randn(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ self.turn)
-
-
-@bug(
-    "plain-tensor",
-    "ranks build differently",
-    "a random matrix is a plain attribute, which nobody sends to the other ranks or saves",
-    ("different_seeds", "rank_failed", "resume", *DIFFER),
-    refusal_is_right=True,
-)
-class PlainTensorTask(Plain):
-    """A fixed random matrix is kept as a plain tensor and not as a buffer."""
-
-    def build_model(self) -> nn.Module:
-        return PlainTensor()
-
-
 @bug(
     "missing-gradients-by-rank",
     "rank in the model",

@@ -468,3 +468,20 @@ class Bags(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
         bags, empty, y = batch
         return Loss(sum=(model(bags, empty) - y).abs().sum(), count=len(y))
+
+
+class PlainTensor(Mlp):
+    """A fixed random matrix that is neither a parameter nor a buffer, drawn with the seed set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = torch.randn(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.turn)
+
+
+@clean("plain-tensor", "plain tensors", "a random matrix as a plain attribute: the seed makes it the same everywhere")
+class FixedTurn(Plain):
+    def build_model(self) -> nn.Module:
+        return PlainTensor()
