@@ -1,0 +1,24 @@
+"""Each rank is given a learning rate by its RANK."""
+
+from __future__ import annotations
+
+import os
+
+import own
+
+from shardwise import Session
+
+
+def main() -> None:
+    rate = 0.01 / (1 + int(os.environ.get("RANK", "0")))
+    with Session(own.config("loop-rate-by-rank", lr=rate)) as session:
+        session.prepare(model=own.model(), data=own.data(), loss=own.loss, valid=own.valid())
+        session.resume()
+        for batch in session.batches():
+            if session.step(batch).stopped:
+                break
+            session.save()
+
+
+if __name__ == "__main__":
+    main()
