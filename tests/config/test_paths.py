@@ -37,8 +37,9 @@ def test_every_key_that_is_a_path_has_its_variables_replaced(written: str, monke
         config = parse_config(f"task: {task}", [*(each.format(written) for each in overrides), *more])
         values = config.model_dump()
         for each in overrides:
-            value = values
+            value: object = values
             for part in each.partition("=")[0].split("."):
+                assert isinstance(value, dict)
                 value = value[part]
             assert value in ("/of/mine/x", ["/of/mine/x"]), each
 
