@@ -37,6 +37,7 @@ def main() -> None:
                 mean = session.loss(result)  # over all ranks, so all ranks call it
                 if session.world.is_first:
                     print(f"step {session.steps_done} of {session.total_steps}  loss {mean:.5f}")
+                session.save()  # all ranks together; a killed run goes on from here
         session.save()
 
 

@@ -105,8 +105,10 @@ def test_two_configs_are_compared_with_each_other(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own_is_verified_like_a_config(in_tmp: Path) -> None:
-    report = verify(REPOSITORY / "examples" / "own_loop.py")
+    report = verify(REPOSITORY / "examples" / "own_loop.py", steps=52)
     assert report.passed, report.as_text()
+    assert named(report, "its own saving").detail == "the program saves by itself, after step 50"
+    assert named(report, "its own resume").status == "pass"
     assert not (in_tmp / "runs").exists(), "run folders of verify are temporary"
 
 

@@ -178,3 +178,41 @@ def test_of_a_strategy_that_says_so_differences_in_numbers_are_noted_and_all_els
     assert (status["agreement weights"], status["resume resumed on 1 rank(s)"]) == ("note", "note")
     for name in ("parity initial weights", "parity samples", "resume killed and resumed", "agreement branches"):
         assert status[name] == "pass", report.as_text()
+
+
+LOOP = """
+import torch
+from torch import nn
+from shardwise import Loss, Session
+from shardwise.config import parse_config
+
+points = [(x, x.prod(dim=0, keepdim=True)) for x in torch.rand(60, 2, generator=torch.Generator().manual_seed(0))]
+config = parse_config("task: own\\ntraining: {batch_size: 4, max_epochs: 20, optimizer: {lr: 0.02}}")
+with Session(config) as session:
+    loss = lambda model, batch: Loss((model(batch[0]) - batch[1]).square().sum(), len(batch[0]))
+    session.prepare(model=nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)), data=points, loss=loss)
+    RESUME
+    for batch in session.batches():
+        if session.step(batch).stopped:
+            break
+        SAVE
+"""
+
+
+@pytest.mark.parametrize(
+    ("resume", "save", "answer", "cause"),
+    [
+        ("session.resume()", "session.save()", "pass", None),
+        ("session.resume()", "pass", "fail", Cause.NEVER_SAVES),
+        ("pass", "session.save()", "fail", Cause.NEVER_RESUMES),
+        ("session.resume()", "session.steps_done % 100 or session.save()", "not proved", None),
+    ],
+)
+def test_a_loop_that_never_saves_or_never_resumes_is_told_so(
+    resume: str, save: str, answer: str, cause: Cause | None, in_tmp: Path
+) -> None:
+    program = in_tmp / "train.py"
+    program.write_text(LOOP.replace("RESUME", resume).replace("SAVE", save))
+    report = verify(program, ranks=2)
+    assert report.answer == answer, report.as_text()
+    assert report.causes == ([] if cause is None else [cause]), report.as_text()

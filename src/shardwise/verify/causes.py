@@ -159,6 +159,14 @@ class Cause(Enum):
     NO_CHECKPOINT = Text(
         "a killed run left nothing to resume from", "whether a checkpoint is whole before it is renamed"
     )
+    NEVER_SAVES = Text(
+        "the program never saves: a killed run begins anew",
+        "where the loop calls session.save(): every few minutes, on all ranks, and not at the end alone",
+    )
+    NEVER_RESUMES = Text(
+        "the program does not go on from its checkpoint: started again, it begins anew",
+        "the call of session.resume(), after prepare() and before the loop",
+    )
     OTHER_RANKS = Text(
         "resumed on another number of ranks, the run leaves the curve",
         "whether shards are put together, and whether the global batch stays the same",

@@ -25,7 +25,7 @@ from shardwise.verify.parity import check_parity, check_single
 from shardwise.verify.probe import Probe
 from shardwise.verify.report import Check, Report, failed, noted
 from shardwise.verify.request import Request, Target
-from shardwise.verify.resume import check_other_ranks, check_resume, left_a_checkpoint
+from shardwise.verify.resume import check_other_ranks, check_program, check_resume, left_a_checkpoint
 from shardwise.verify.run_spec import RunSpec, as_asked, batching_of
 from shardwise.watch.heartbeats import Phase
 
@@ -262,10 +262,12 @@ class _Proof:
             self._run(same, other)
         undisturbed, resumed = self.results[ranks.name], self.results.get(same.name)
         checks = check_resume(undisturbed, self.results[killed.name], resumed, tolerance, save_at, killed.kill_at or 0)
+        if self.request.target.config is None:
+            checks += check_program(self.request.target.path, undisturbed, resumed)
         if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
             elsewhere = self.results[other.name]
             checks.append(
-                check_other_ranks(undisturbed, elsewhere, tolerance, start, save_at, split_matters=probe.by_batch_norm)
+                check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=probe.by_batch_norm)
             )
         return checks
 
@@ -317,11 +319,6 @@ class _Proof:
             f"steps after the first {steps}; gradients, parameter by parameter, after step 1",
             "evaluation: whether its metrics are the same on one process and on the ranks, and whether it changes anything",
             "data as ranks of other interpreters would make them: order of sets and hashes, order of files in a folder",
-            *(
-                ["how the program itself saves and resumes: verify does both for it"]
-                if self.request.target.config is None
-                else []
-            ),
             *([] if self.device == "cuda" else ["kernels of a GPU: everything ran on the CPU"]),
             f"strategies other than the one above{'' if self.ranks > 1 else ', and more than one rank'}",
             *([f"comm_hook {probe.comm_hook}"] if probe.comm_hook != "none" else []),

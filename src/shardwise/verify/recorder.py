@@ -53,7 +53,12 @@ class Recorder(Rehearsal):
         self.run: Run | None = None
         self.asked: Config | None = None
         first_step = ("inputs", "gradients", "gradient_digests", "own_gradients", "buffers")
-        self.record: dict[str, Any] = {"snapshots": {}, "weights_by_step": {}, **{key: {} for key in first_step}}
+        self.record: dict[str, Any] = {
+            "snapshots": {},
+            "weights_by_step": {},
+            "own_saves": [],
+            **{key: {} for key in first_step},
+        }
         self._own_gradients: OwnGradients | None = None
         self._as_they_were: list[tuple[nn.Parameter, Tensor]] = []
         self._done = False
@@ -103,8 +108,10 @@ class Recorder(Rehearsal):
             self.record[self.spec.kind] = self.look(run, self.asked, self.spec)
             self._write()
             raise Finished
-        if self.spec.resume and run.checkpoints.saved_at is None:  # a program that did not do so itself
-            run.resume("latest")
+        if self.spec.resume:
+            self.record["resumed_itself"] = run.checkpoints.saved_at is not None
+            if not self.record["resumed_itself"]:  # what follows is proved all the same
+                run.resume("latest")
 
     def resumed(self, run: Run, path: Path) -> None:
         self._snapshot(run, "resumed")
@@ -112,6 +119,8 @@ class Recorder(Rehearsal):
     # ---------------------------------------------------------------- steps
 
     def before_step(self, run: Run, batch: StepBatch) -> None:
+        if run.checkpoints.saved_at not in (None, self.spec.save_at, *self.record["own_saves"]):
+            self.record["own_saves"].append(run.checkpoints.saved_at)
         if self.spec.reorder is not None:
             self._change_last_digits(run)
         if run.steps_done == 0:  # what it trains on, by samples: to be compared with what another process read
@@ -165,6 +174,8 @@ class Recorder(Rehearsal):
         if not result.stopped and _elements(run.strategy.module) * self.spec.steps <= WHOLE_ON_EVERY_RANK:
             weights = _whole(run.strategy.module.named_parameters())
             self.record["weights_by_step"][result.step] = self._kept(weights)
+        if self.spec.values is None:  # a program may save after any step
+            self._snapshot(run, f"step {run.steps_done}")
         if run.steps_done == self.spec.save_at and not result.stopped:
             run.save()
             run.wait()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardwise.verify.causes import Cause
@@ -44,10 +46,38 @@ def check_resume(
         return [_failed(SAME, finding)]
     world, steps = undisturbed.spec.world, undisturbed.record()["snapshots"]["end"]["steps_done"]
     text = (
-        f"{world} rank(s) saved at step {save_at}, killed by SIGKILL in step {kill_at}, new processes to step {steps}: "
-        "losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run"
+        f"{world} rank(s) saved at step {_resumed_at(resumed)}, killed by SIGKILL in step {kill_at}, new processes to step "
+        f"{steps}: losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run"
     )
     return [_passed(SAME, text)]
+
+
+def check_program(program: Path, undisturbed: GroupResult, resumed: GroupResult | None) -> Iterator[Check]:
+    """A loop of one's own: whether it saves and resumes as its user would have it. Where it does not, verify did it instead."""
+    name, steps = "its own saving", len(undisturbed.steps[0])
+    saves = sorted(undisturbed.record()["own_saves"])
+    if saves:
+        yield _passed(name, f"the program saves by itself, after step {', '.join(map(str, saves))}")
+    elif not _calls_save(program):
+        text = f"{program} calls no save(): verify has saved for it, nobody else will"
+        yield _failed(name, Finding(Cause.NEVER_SAVES, text))
+    else:
+        text = f"the program saved nothing in the middle of {steps} steps; verify has saved for it"
+        why = (
+            "Choose --steps larger than the interval at which it saves. If it saves at its end alone, a kill loses all"
+        )
+        yield unproved("resume", name, text, why)
+    if resumed is not None and resumed.fine:
+        if resumed.record()["resumed_itself"]:
+            yield _passed("its own resume", "started again, the program goes on from its checkpoint by itself")
+        else:
+            text = f"started again beside a whole checkpoint, {program} began anew; verify has resumed for it"
+            yield _failed("its own resume", Finding(Cause.NEVER_RESUMES, text))
+
+
+def _calls_save(program: Path) -> bool:
+    calls = (node.func for node in ast.walk(ast.parse(program.read_text())) if isinstance(node, ast.Call))
+    return any(isinstance(called, ast.Attribute) and called.attr == "save" for called in calls)
 
 
 def check_other_ranks(
@@ -55,7 +85,6 @@ def check_other_ranks(
     other: GroupResult,
     tolerance: Tolerance,
     start: dict[str, Any],
-    save_at: int,
     *,
     split_matters: bool,
 ) -> Check:
@@ -65,6 +94,7 @@ def check_other_ranks(
         return _failed(name, trouble_of(other))
     if split_matters:
         return _noted(name, "it runs; batch norm sees other micro-batches there, so its curve is another")
+    save_at = _resumed_at(other)
     ours, theirs = figures_of(other), figures_of(undisturbed)
     rows = {row["step"]: row for row in other.steps[0]}
     largest, limit, first_limit = 0.0, tolerance.floor, tolerance.losses[save_at]
@@ -91,6 +121,12 @@ def check_other_ranks(
         why = f"That is more than {PROVES:.0%} of the loss: a mistake of that size would not be seen"
         return unproved("resume", name, text, why)
     return _passed(name, text)
+
+
+def _resumed_at(group: GroupResult) -> int:
+    """A program may have saved later than verify did."""
+    step: int = group.record()["snapshots"]["resumed"]["steps_done"]
+    return step
 
 
 def _not_the_same_before(undisturbed: GroupResult, killed: GroupResult) -> Finding | None:
@@ -125,8 +161,9 @@ def _differences(undisturbed: GroupResult, resumed: GroupResult, save_at: int) -
         if "resumed" not in mine:
             yield Finding(Cause.NO_CHECKPOINT, "the resumed run found no checkpoint", rank=rank)
             return
-        loaded, saved = mine["resumed"], expected["saved"]
-        where = f"right after the resume at step {save_at}, on rank {rank},"
+        loaded = mine["resumed"]
+        saved = expected.get(f"step {loaded['steps_done']}", expected["saved"])  # a program may have saved later
+        where = f"right after the resume at step {saved['steps_done']}, on rank {rank},"
         for key, cause in _CARRIED.items():
             if loaded[key] != saved[key]:
                 yield Finding(cause, f"{where} {_what(key, loaded[key], saved[key])}", rank=rank, step=save_at)
