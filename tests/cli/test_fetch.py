@@ -186,8 +186,10 @@ def test_a_path_that_leads_nowhere_is_not_taken_for_a_name_on_the_hub(
     config.write_text(f"task: chess\noffline: true\nmodel: {{name: {name}}}\n")
     assert main([*command, str(config)]) == 2
     message = capsys.readouterr().err
+    place = Path(name).expanduser() if name.startswith("~") else name
     assert (
-        f"model.name: there is no folder {name} (looked for from {Path.cwd()}), and it is no name on the hub" in message
+        f"model.name: there is no folder {place} (looked for from {Path.cwd()}), and it is no name on the hub"
+        in message
     )
     assert "shardwise fetch" not in message
 

@@ -30,6 +30,8 @@ PRELOAD = [
     "shardwise.verify.rank",
     "shardwise.launch.freeze_gc",
 ]
+LAST_WORDS = 3.0
+"""Seconds that ranks have for their own errors when another has told one."""
 
 
 class RankPool:
@@ -111,21 +113,28 @@ class FreshRanks:
                     process.join()
 
     def _results(self, workers: list[tuple[Any, Connection]], timeout: float) -> list[Any]:
-        """In the order of ranks. The first error ends them all: the others may wait for that rank for ever."""
+        """In the order of ranks. After the first error the others have a moment to tell theirs: they may wait for ever, or be the
+        reason for it."""
         results: dict[int, Any] = {}
+        problems: list[str] = []
         waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(workers)}
         end = time.monotonic() + timeout
         while waiting:
-            ready: list[Any] = mp.connection.wait(list(waiting), timeout=end - time.monotonic())
+            ready: list[Any] = mp.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready and problems:
+                break
             if not ready:
                 raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer within {timeout} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 good, results[rank] = pipe.recv()
                 if not good:
-                    for process, _ in workers:
-                        process.kill()
-                    raise RankFailure(f"rank {rank}: {results[rank]}")
+                    problems.append(f"rank {rank}: {results[rank]}")
+                    end = min(end, time.monotonic() + LAST_WORDS)  # it may only have lost the one that knows why
+        if problems:
+            for process, _ in workers:
+                process.kill()
+            raise RankFailure("\n".join(problems))
         return [results[rank] for rank in range(len(workers))]
 
 
