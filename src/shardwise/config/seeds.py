@@ -20,3 +20,5 @@ class Purpose(IntEnum):
     """What a task draws when it makes its data: the same on every rank."""
     SPLIT = 6
     """Which samples are held out for validation."""
+    EVALUATE = 8
+    """What is drawn in an evaluation, the same in each: keyed by rank."""

@@ -40,6 +40,18 @@ def generators_kept() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
+@contextmanager
+def all_generators_kept(device: torch.device) -> Iterator[None]:
+    """Those of the host, and that of the device."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    with generators_kept():
+        try:
+            yield
+        finally:
+            if state is not None:
+                torch.cuda.set_rng_state(state, device)
+
+
 def random_bits(
     key: tuple[int, ...],
     samples: NDArray[np.integer],

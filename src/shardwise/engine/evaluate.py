@@ -1,38 +1,50 @@
-"""Evaluation: each sample counted exactly once, on any number of ranks."""
+"""Evaluation: each sample counted exactly once, on any number of ranks. What training draws next is not changed by it, nor which
+modules are in training mode."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from shardwise.config.seeds import Purpose
 from shardwise.data import StepBatch
+from shardwise.data.loader import MicroBatch
+from shardwise.data.seeding import all_generators_kept, seed_everything
 from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.tasks import Loss, Rows
 from shardwise.watch.heartbeats import Phase, beat
 
+Results = Mapping[str, Loss | Rows]
+
 
 def run_evaluation(
-    parts: Parts, batches: Iterable[StepBatch], pictures: Path, step: int, stop: Callable[[], bool] = lambda: False
+    parts: Parts,
+    batches: Iterable[StepBatch],
+    pictures: Path,
+    step: int,
+    stop: Callable[[], bool] = lambda: False,
+    seen: Callable[[MicroBatch, Results], None] = lambda micro, results: None,
 ) -> dict[str, float] | None:
     """Averages over all samples of all ranks: sums and counts are added up, and divided once. Rows are studied whole.
 
-    `stop`: whether this rank was asked to leave. They agree on it before every batch; None: they gave it up.
+    `stop`: whether this rank was asked to leave. They agree on it before every batch; None: they gave it up. `seen`: called with
+    what each micro-batch gave.
     """
     model = parts.strategy.model
-    model.eval()
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
-    with torch.no_grad(), parts.strategy.computing():
+    with _evaluating(model, parts), torch.no_grad(), parts.strategy.computing():
         beat(Phase.EVALUATE, step)
         for batch in batches:
             if parts.world.sum(stop())[0]:
-                model.train()
                 return None
             for micro in batch.micro:
                 beat(Phase.EVALUATE, step)
@@ -51,12 +63,26 @@ def run_evaluation(
                             f"the task's evaluate() gave {type(result).__name__} for {name!r}, "
                             "not a Loss(sum, count) or Rows(keys, columns)"
                         )
-    model.train()
+                seen(micro, results)
     metrics = _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
     monitor = parts.config.training.monitor
     if monitor not in metrics:
         raise ConfigError(f"training.monitor: {monitor!r} is not a metric of this task; there is {', '.join(metrics)}")
     return metrics
+
+
+@contextmanager
+def _evaluating(model: nn.Module, parts: Parts) -> Iterator[None]:
+    """Whatever is drawn here is the same in each evaluation. A module that was in evaluation mode all along stays there."""
+    modes = [(module, module.training) for module in model.modules()]
+    with all_generators_kept(parts.world.device):
+        seed_everything(parts.config.seed, Purpose.EVALUATE, parts.strategy.layout.random_rank)
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _averages(parts: Parts, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ What they raise ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 from shardwise.checkpoint import Written
 from shardwise.config import Config
 from shardwise.data import GlobalOrder, StepBatch
+from shardwise.data.loader import MicroBatch
 from shardwise.engine.run import Run
 from shardwise.engine.step_result import StepResult
-from shardwise.tasks import Task
+from shardwise.tasks import Loss, Rows, Task
 
 Data = tuple[Any, Any]
 """To train on, and to validate with."""
@@ -51,6 +52,9 @@ class Observer:
     def step_failed(self, run: Run, error: Exception) -> None:
         """A step raised this, which is raised on unless the observer raises a clearer one."""
 
+    def batch_evaluated(self, run: Run, micro: MicroBatch, results: Mapping[str, Loss | Rows]) -> None:
+        """What the task's evaluate() gave for this rank's micro-batch. `micro.request.borrowed`: another rank counts it."""
+
     def evaluated(self, run: Run, metrics: dict[str, float]) -> None:
         """On all validation data."""
 
@@ -69,11 +73,15 @@ class Rehearsal(Observer):
         return config
 
     def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
-        """Where the config names the task: that or another, and its data (training, validation) where they are there already."""
+        """That or another, and its data (training, validation) where they are there already."""
         return task, None
 
     def order(self, order: GlobalOrder) -> GlobalOrder:
         """In which samples come."""
+        return order
+
+    def valid_order(self, order: GlobalOrder) -> GlobalOrder:
+        """In which samples are evaluated."""
         return order
 
     def before_first_batch(self, run: Run) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +30,7 @@ from shardwise.compat.tensors import tree_map_only
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
+from shardwise.data.loader import MicroBatch
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
@@ -53,7 +54,7 @@ from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
-from shardwise.tasks import Loss, Task
+from shardwise.tasks import Loss, Rows, Task
 from shardwise.watch.heartbeats import Phase, beat
 
 log = logging.getLogger(__name__)
@@ -192,10 +193,9 @@ class Session:
         on the CPU, a data set with a length, and a function from (model, batch) to a Loss.
         """
         with self._memory_explained("while the run was prepared"):
-            of_config = task is None and model is None
             self.task = task_for(self.config, task, model, data, loss, valid, collate, count)
             given: Data | None = None
-            for rehearsal in self._rehearsals if of_config else ():
+            for rehearsal in self._rehearsals:
                 self.task, given = rehearsal.task(self, self.task)
             self._prepare_data(given)
             self._parts = build_parts(self.config, self.task, self.plan, self._build, self._trial(), self.total_steps)
@@ -313,6 +313,12 @@ class Session:
             order = rehearsal.order(order)
         return order
 
+    def _valid_order(self, samples: int) -> GlobalOrder:
+        order = GlobalOrder(samples, self.config.seed, shuffle=False)
+        for rehearsal in self._rehearsals:
+            order = rehearsal.valid_order(order)
+        return order
+
     def step(self, batch: StepBatch) -> StepResult:
         """One optimizer step. After a `stopped` one, leave the loop: every rank does."""
         with self._memory_explained(f"step {self.steps_done + 1}"):
@@ -382,11 +388,20 @@ class Session:
         with self._memory_explained(f"evaluation after step {self.steps_done}"), self.strategy.one_model():
             pictures = Path(self.config.run_folder) / "pictures"
             metrics = run_evaluation(
-                self.parts, self._valid_batches(self.valid_data), pictures, self.steps_done, stop=self._stopping
+                self.parts,
+                self._valid_batches(self.valid_data),
+                pictures,
+                self.steps_done,
+                stop=self._stopping,
+                seen=self._batch_evaluated,
             )
         for observer in self.observers if metrics is not None else ():
             observer.evaluated(self, metrics or {})
         return metrics
+
+    def _batch_evaluated(self, micro: MicroBatch, results: Mapping[str, Loss | Rows]) -> None:
+        for observer in self.observers:
+            observer.batch_evaluated(self, micro, results)
 
     def _valid_batches(self, data: Any) -> StepLoader:
         if self._valid_loader is None:
@@ -394,7 +409,7 @@ class Session:
             # thread starts or ends may hang (Python 3.11).
             self._valid_loader = StepLoader(
                 Reader(data, self.task.collate, lambda _: 0, self.config.seed, name="validation"),
-                GlobalOrder(len(data), self.config.seed, shuffle=False),
+                self._valid_order(len(data)),
                 replace(self.plan.per_process, accumulation=1, kept=None),
                 self.layout.data_rank,
                 self.world.device,

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ class RankGroup:
         folder: Path,
         hang_timeout: float,
         environment: Mapping[str, str] | None = None,
+        hash_seeds: Sequence[int] = (),
     ) -> None:
-        """`entry(*args)` in new processes, which beat, print and write their errors into `folder`."""
+        """`entry(*args)` in new processes, which beat, print and write their errors into `folder`. `hash_seeds`: of each rank,
+        which then is an interpreter of its own. All that are forked from the server have the same one."""
         folder.mkdir(parents=True, exist_ok=True)
         self.hang_timeout = hang_timeout
         self.hang: Verdict | None = None
@@ -42,12 +45,10 @@ class RankGroup:
         self._ended: dict[int, tuple[int, float]] = {}
         """Exit code of ranks that ended by themselves, and when that was noticed."""
         self._looked_at = 0.0
-        start = multiprocessing.get_context("forkserver").Process
         shared = {**os.environ, **(environment or {})}
         places = [shared | place for place in _places(ranks)]
-        self._processes = [start(target=_run, args=(entry, args, place, folder, Path.cwd())) for place in places]
-        for process in self._processes:
-            process.start()
+        everything = [(entry, args, place, folder, Path.cwd()) for place in places]
+        self._processes = list(_interpreters(everything, hash_seeds) if hash_seeds else _forked(everything))
 
     def ended(self) -> bool:
         """Asked again and again. Ranks that hang are asked where they are, and ended."""
@@ -83,6 +84,27 @@ class RankGroup:
         """What is known of each rank, when all have ended. One that was ended from here has no exit code."""
         seen = {each.rank: each for each in self._watchdog.sightings(self._ended)}
         return [seen.get(rank, Sighting(rank)) for rank in range(len(self._processes))]
+
+
+def _forked(everything: Iterable[tuple[Any, ...]]) -> Iterator[BaseProcess]:
+    for each in everything:
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=each)
+        process.start()
+        yield process
+
+
+def _interpreters(everything: Iterable[tuple[Any, ...]], hash_seeds: Sequence[int]) -> Iterator[BaseProcess]:
+    before = os.environ.get("PYTHONHASHSEED")
+    try:
+        for each, seed in zip(everything, hash_seeds, strict=True):
+            os.environ["PYTHONHASHSEED"] = str(seed)
+            process = multiprocessing.get_context("spawn").Process(target=_run, args=each)
+            process.start()
+            yield process
+    finally:
+        os.environ.pop("PYTHONHASHSEED")
+        if before is not None:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 def log_file(folder: Path, rank: int) -> Path:

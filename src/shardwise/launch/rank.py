@@ -24,9 +24,10 @@ from shardwise.watch.watchdog import stack_file
 
 def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, attempt: int) -> int:
     """Called by the agent, in the rank's process. Returns its exit code."""
-    from shardwise.launch import preload
-
-    die_with(preload.server)
+    preload = sys.modules.get(
+        "shardwise.launch.preload"
+    )  # not there in an interpreter that was not forked from the server
+    die_with(preload.server if preload is not None else os.getppid())
     unblock_stop_signals()
     os.environ[ATTEMPT] = str(attempt)
     follow_log_level()

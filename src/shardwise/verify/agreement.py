@@ -102,7 +102,8 @@ def _branches(ranks: GroupResult) -> Iterator[Check]:
             for key in ("step", "epoch", "skipped", "stopped", "lr", "global_count"):
                 if mine[key] != expected[key]:
                     text = f"step {mine['step']}: {key} is {mine[key]} on rank {rank} and {expected[key]} on rank 0"
-                    yield _failed("branches", Finding(Cause.BRANCHES_DIFFER, text, rank=rank, step=mine["step"]))
+                    cause = Cause.SCHEDULE if key == "lr" else Cause.BRANCHES_DIFFER
+                    yield _failed("branches", Finding(cause, text, rank=rank, step=mine["step"]))
                     return
         if len(steps) != len(first):
             text = f"rank {rank} took {len(steps)} steps, rank 0 {len(first)}"

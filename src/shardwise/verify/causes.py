@@ -15,6 +15,28 @@ class Text:
 class Cause(Enum):
     """The first found is the one to mend first: the others often follow from it."""
 
+    DATA_BY_HASH = Text(
+        "the ranks have different data: they follow from the order of a set, or from hash()",
+        "sets, and hash() of strings: each process has its own; sort what comes out of a set, or use a dict",
+    )
+    DATA_BY_LISTING = Text(
+        "the ranks have different data: they follow from the order in which a folder gives its files",
+        "os.listdir, glob and iterdir, which give files in no order: sort them",
+    )
+    DATA_BY_RANK = Text(
+        "the ranks have different data: they follow from RANK, WORLD_SIZE or what the process is",
+        "RANK, LOCAL_RANK and WORLD_SIZE in the data set, or torch.distributed: every rank makes the same data, and shardwise "
+        "gives each its share",
+    )
+    DATA_CHANGE = Text(
+        "the data are not the same when read again",
+        "a data set or a collate() that draws from a generator of its own, or from the clock: torch, numpy and random are "
+        "seeded for every sample, so what is drawn from them is drawn again",
+    )
+    DIFFERENT_SEEDS = Text(
+        "the ranks start from different weights (different seeds, or weights not sent from rank 0)",
+        "the seed before the model is built, and the broadcast of weights",
+    )
     COLLECTIVE_MISMATCH = Text(
         "mismatched collectives: the ranks did not call the same collectives in the same order",
         "code that only some ranks run: `if rank == 0` around something that speaks with the others",
@@ -27,10 +49,13 @@ class Cause(Enum):
         "the ranks hang",
         "the place named above; a lock, a queue, or a collective that one rank never calls",
     )
-    DATA_CHANGE = Text(
-        "the data are not the same when read again",
-        "a data set or a collate() that draws from a generator of its own, or from the clock: torch, numpy and random are "
-        "seeded for every sample, so what is drawn from them is drawn again",
+    HIDDEN_STATE = Text(
+        "the loss depends on state in plain attributes, which no rank shares and no checkpoint has",
+        "the attributes named above: make them buffers that are the same on all ranks, or functions of the step",
+    )
+    EVALUATION_CHANGES = Text(
+        "evaluation changes the run: with another number of evaluations, other weights come out",
+        "what evaluate() and study() set: weights, buffers, flags, frozen layers, seeds; put it back, or work on a copy",
     )
     RANDOM_FORWARD = Text(
         "the forward pass is random although dropout is off (noise, stochastic depth, sampling in the model)",
@@ -48,17 +73,9 @@ class Cause(Enum):
         "one process on its own does not compute what plain PyTorch does",
         "the training step itself: how the loss is divided, which parameters the optimizer holds",
     )
-    RANK_FAILED = Text(
-        "a rank failed",
-        "the error above; it comes from the program itself",
-    )
     TIED_WEIGHT_SPLIT = Text(
         "a tied weight was split: two names that were one parameter are two after spreading",
         "how the model is spread: tied modules must stay in one unit, and be moved together",
-    )
-    DIFFERENT_SEEDS = Text(
-        "the ranks start from different weights (different seeds, or weights not sent from rank 0)",
-        "the seed before the model is built, and the broadcast of weights",
     )
     STALE_BUFFERS = Text(
         "stale buffers: a buffer is not the same on every rank when it is evaluated with and saved",
@@ -112,9 +129,46 @@ class Cause(Enum):
         "the task's loss is not a sum over samples: it changes when the batch is split",
         "the task's loss(): return the sum, and in count what it is to be divided by; nothing may look across samples",
     )
+    CLIPPED_BEFORE_REDUCED = Text(
+        "gradients are clipped or scaled on each rank before they are reduced: every rank by its own norm",
+        "hooks on parameters, and clipping outside of the training step: gradient_clip clips by the norm of the whole",
+    )
+    UNEVEN_WEIGHTS = Text(
+        "the ranks or micro-batches do not count alike: the gradient is a weighted sum of theirs, with the wrong weights",
+        "what each micro-batch's loss is divided or multiplied by",
+    )
+    ALL_GRADIENTS = Text(
+        "every gradient is wrong, on every rank: they all compute something else than one process does",
+        "what depends on WORLD_SIZE or on the number of ranks, on what each process keeps to itself, and a wrong divisor",
+    )
+    BEGINS_LATER = Text(
+        "from the same weights and moments, the ranks compute something else than one process at a later step only",
+        "what the step named above has that earlier ones had not: a rare sample, a short batch, a counter, a branch on numbers",
+    )
     GRADIENTS = Text(
         "some gradients are wrong",
         "what is special about this parameter: tied, used twice, frozen in places, outside the wrapped module",
+    )
+    METRIC_OF_SOME_RANKS = Text(
+        "a metric is counted on some ranks only",
+        "`if rank == 0` in evaluate(): every rank returns the sum and the count of its own samples",
+    )
+    EVALUATION_RANDOM = Text(
+        "two evaluations of the same weights do not agree",
+        "what evaluate() adds up in attributes and never sets to zero, and generators of its own",
+    )
+    METRIC_DIFFERS = Text(
+        "a metric depends on how the validation samples are shared out",
+        "evaluate(): return for every metric the sum over samples and their count; a mean of a micro-batch that counts as one, "
+        "or anything that looks across samples, is another on other ranks (what needs all samples together goes through Rows)",
+    )
+    EVALUATION_FAILS = Text(
+        "evaluation fails",
+        "the error above",
+    )
+    RANK_FAILED = Text(
+        "a rank failed",
+        "the error above; it comes from the program itself",
     )
     CLIP_NORM = Text(
         "the norm is not that of the whole gradient: each rank took its own part",

@@ -42,7 +42,10 @@ def figures_of(group: GroupResult) -> Figures:
     """Parameters that only some ranks hold are taken from those."""
     gradients: dict[str, Tensor] = {}
     weights: dict[int, dict[str, Tensor]] = {}
+    by_step: dict[int, dict[str, Tensor]] = {}
     for record in reversed(group.records):
+        for step, found in record["gradients_by_step"].items():
+            by_step.setdefault(step, {}).update(found)
         gradients |= record["gradients"]
         last = record["snapshots"]["end"]["steps_done"]
         for step, found in (record["weights_by_step"] | {last: record["weights"]}).items():
@@ -50,6 +53,11 @@ def figures_of(group: GroupResult) -> Figures:
     names = list(dict.fromkeys(name for record in group.records for name in record["initial"]))
     return Figures(
         Curve.of(group.steps),
-        {name: gradients[name] for name in names if name in gradients},
-        {step: {name: found[name] for name in names if name in found} for step, found in sorted(weights.items())},
+        _sorted(gradients, names),
+        {step: _sorted(found, names) for step, found in sorted(weights.items())},
+        {step: _sorted(found, names) for step, found in sorted(by_step.items())},
     )
+
+
+def _sorted(tensors: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names if name in tensors}

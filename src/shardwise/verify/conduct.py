@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,23 @@ from shardwise.engine.batch_plan import check_plan
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.group import log_file
 from shardwise.verify.agreement import check_agreement
+from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared, figures_of
 from shardwise.verify.coverage import check_coverage
+from shardwise.verify.evaluation_checks import check_evaluation
 from shardwise.verify.failure_report import trouble_of
-from shardwise.verify.groups import GroupResult, run_groups
+from shardwise.verify.formatting import figure
+from shardwise.verify.groups import Background, GroupResult, run_groups
 from shardwise.verify.measure import Tolerance, is_narrow
+from shardwise.verify.own_data import LATER, check_data, difference
 from shardwise.verify.parity import check_parity, check_single
 from shardwise.verify.probe import Probe
+from shardwise.verify.recorder import WHOLE_ON_EVERY_RANK
 from shardwise.verify.report import Check, Report, failed, noted
 from shardwise.verify.request import Request, Target
 from shardwise.verify.resume import check_other_ranks, check_program, check_resume, left_a_checkpoint
-from shardwise.verify.run_spec import RunSpec, as_asked, batching_of
+from shardwise.verify.run_spec import Interpreter, Plan, RunSpec, as_asked, batching_of
+from shardwise.verify.step_by_step import GRADIENTS, Noise, Step, check_steps, first_difference, steps_of
 from shardwise.watch.heartbeats import Phase
 
 
@@ -57,6 +64,36 @@ def _with_fp32(checks: list[Check], wide: Report, precision: str) -> list[Check]
 
 _SAME_IN_ANY_PRECISION = {"tied weights", "initial weights", "samples", "learning rate", "parameters", "data"}
 WIDE = "32-true"
+
+
+_HOW = {
+    Cause.DATA_CHANGE: "when it is started a second later",
+    Cause.DATA_BY_HASH: "with another hash seed (PYTHONHASHSEED)",
+    Cause.DATA_BY_LISTING: "when folders give their files in another order",
+}
+FOLLOWED = 12
+"""Steps that are taken from the same weights, of a model whose gradients can be kept for so many."""
+
+
+@dataclass(frozen=True)
+class _Following:
+    """Runs that take every step from the same weights and moments."""
+
+    leader: RunSpec
+    ranks: RunSpec
+    again: list[RunSpec]
+    """One process, with the last digits changed."""
+    alone: RunSpec
+    """One process on its own, which evaluates."""
+
+
+def _longer(probe: Probe) -> tuple[Plan, int]:
+    """The ragged step, and one epoch of more samples than the other runs see."""
+    plan, whole = probe.plan, probe.plan.batching.global_batch
+    most = min(FOLLOWED, max(3, WHOLE_ON_EVERY_RANK // max(1, probe.parameters)))
+    ragged, last = plan.window - plan.start, plan.window - 2 * whole
+    window = max(plan.window, min(probe.samples, (most - 2) * whole + max(1, last)))
+    return replace(plan, window=window, start=max(0, window - ragged)), min(most, 1 + -(-window // whole))
 
 
 class _Proof:
@@ -93,6 +130,14 @@ class _Proof:
     # ---------------------------------------------------------------- the runs
 
     def report(self) -> Report:
+        data = None if self.numbers_only else Background(self._data_spec(), self.request.hang_timeout)
+        try:
+            return self._report(data)
+        finally:
+            if data is not None:
+                data.end()
+
+    def _report(self, data: Background | None) -> Report:
         steps, against = self.request.steps, self.request.against
         probe = self._probe()
         rng = random.Random(f"{self.ranks} {self.request.strategy} {steps}")
@@ -109,7 +154,9 @@ class _Proof:
         self._say(f"{self.ranks} ranks, and one process twice: {steps} steps each")
         self._run(ranks, one, again[0])
         self._must_run(one, again[0])
-        self._must_be_accepted(ranks)
+        data_checks = list(self._data(data)) if data is not None else []
+        if not any(check.status == "FAIL" for check in data_checks):
+            self._must_be_accepted(ranks)
         fine = self.results[ranks.name].fine
 
         killed = self._like(ranks, "killed ranks", kill_at=kill_at, watched=False)
@@ -124,16 +171,24 @@ class _Proof:
         if other:
             self._must_be_accepted(other)
 
+        following = self._step_by_step(probe, base, ranks) if other is None and fine else None
+
         single, in_parts, *repeated = (figures_of(self.results[spec.name]) for spec in (one, split, *again))
         record = self.results[one.name].record()
         reference = in_parts if probe.by_batch_norm else single
         tolerance = Tolerance.measured(reference, repeated, probe.precision, record["initial_weights"])
 
         report = Report(self._about(probe, ranks))
-        report.checks += check_single(probe, single, record, tolerance)
+        others = [self.results[spec.name].record() for spec in (split, *again)]
+        report.checks += check_single(probe, single, record, others, tolerance)
         report.checks += self._parity(probe, ranks, other or base, tolerance)
+        if following is not None:
+            report.checks += self._steps(probe, following)
+        report.checks += data_checks
         if coverage in more:
             report.checks += self._coverage(coverage)
+        if following is not None and not self.numbers_only:
+            report.checks += self._evaluation(probe, base, following)
         if killed in more:
             report.checks += self._resume(ranks, killed, probe, tolerance, record["initial_weights"])
         for result in [self.results[spec.name] for spec in (ranks, other) if spec]:
@@ -149,6 +204,78 @@ class _Proof:
         self._run(spec)
         self._must_run(spec)
         return self.results[spec.name].record()["probe"]
+
+    def _data_spec(self) -> RunSpec:
+        interpreters = tuple(
+            Interpreter(rank, "natural" if not rank else "reversed" if rank == 1 else str(rank), rank * LATER)
+            for rank in range(self.ranks)
+        )
+        return replace(self._spec("data", kind="data", world=self.ranks, interpreters=interpreters), shared=None)
+
+    def _data(self, data: Background) -> Iterator[Check]:
+        """What each rank makes by itself; and, where they differ, what makes the difference in one process."""
+        result = data.result()
+        if not result.fine:
+            yield failed("coverage", "data of each rank", trouble_of(result))
+            return
+        records = [record["data"] for record in result.records]
+        if difference(records) is None:
+            yield check_data(records, [])
+            return
+        self._say(
+            "the ranks have different data: one process with another hash seed, another order of files, a little later"
+        )
+        first = Interpreter(0)
+        others = {
+            Cause.DATA_CHANGE: replace(first, wait=LATER),
+            Cause.DATA_BY_HASH: replace(first, hash_seed=1),
+            Cause.DATA_BY_LISTING: replace(first, listing="reversed"),
+        }
+        alone = replace(data.spec, world=1, batches="whole")
+        specs = {
+            cause: replace(self._like(alone, f"data {number}"), interpreters=(each,))
+            for number, (cause, each) in enumerate([(None, first), *others.items()])
+        }
+        self._run(*specs.values())
+        found = {cause: self.results[spec.name] for cause, spec in specs.items()}
+        base = found.pop(None)
+        causes = [
+            (cause, f". One process gives other samples, too, {_HOW[cause]}")
+            for cause, each in found.items()
+            if cause is not None
+            and base.fine
+            and each.fine
+            and difference([base.record()["data"], each.record()["data"]])
+        ]
+        yield check_data(records, causes)
+
+    def _step_by_step(self, probe: Probe, base: RunSpec, ranks: RunSpec) -> _Following:
+        """One process goes ahead; others, and the ranks, take each of its steps from the same weights and moments."""
+        plan, steps = _longer(probe)
+        valid = 0 if self.numbers_only else 4 * plan.batching.global_batch + self.ranks + 1
+        leader = replace(
+            self._like(base, "goes ahead", plan=plan, steps=steps, save_at=None, keep_every_step=True),
+            valid_samples=valid,
+            evaluate_at=steps - 1 if valid else None,
+        )
+        following = replace(leader, keep_every_step=False, follow=leader.run_folder)
+        again = [self._like(following, f"follows {n}", reorder=n, threads=n) for n in (1, 2)]
+        mine = replace(
+            self._like(
+                ranks, "ranks follow", plan=plan, steps=steps, save_at=None, watched=False, follow=leader.run_folder
+            ),
+            valid_samples=valid,
+            evaluate_at=leader.evaluate_at,
+        )
+        alone = replace(self._like(base, "evaluates"), valid_samples=valid, evaluate_at=3)
+        self._say(
+            f"each of {steps} steps from the same weights and moments: one process ahead, then the ranks after it"
+        )
+        self._run(leader, *([alone] if valid else []))
+        self._must_run(leader)
+        self._run(mine, *again)
+        self._must_run(*again)
+        return _Following(leader, mine, again, alone)
 
     def _spec(self, name: str, *, kind: Any = "train", world: int = 1, **more: Any) -> RunSpec:
         request = self.request
@@ -242,6 +369,41 @@ class _Proof:
             return [noted("parity", "batch norm", text), *checks]
         return checks
 
+    def _steps(self, probe: Probe, following: _Following) -> list[Check]:
+        ranks = self.results[following.ranks.name]
+        if not ranks.fine:
+            return [failed("parity", GRADIENTS, trouble_of(ranks))]
+        leader = self.results[following.leader.name]
+        start, figures = leader.record()["initial_weights"], figures_of(leader)
+
+        def steps(spec: RunSpec) -> list[Step]:
+            return steps_of(self.results[spec.name], figures, start)
+
+        expected, ours = steps(following.leader), steps(following.ranks)
+        noise = Noise.measured(expected, [steps(spec) for spec in following.again], probe.precision)
+        differs, cause = first_difference(ours, expected, noise), None
+        if differs is not None and not probe.by_batch_norm:
+            split = self._like(
+                following.ranks, "in parts", world=1, batches="shares", valid_samples=0, evaluate_at=None
+            )
+            self._say(f"step {differs.step} differs: one process computes it in the ranks' micro-batches")
+            self._run(split)
+            self._must_run(split)
+            gap = first_difference(steps(split), expected, noise)
+            if gap is not None and gap.step == differs.step:
+                text = f". One process, too, gets another gradient from the micro-batches of the ranks ({figure(gap.amount)})"
+                cause = Cause.LOSS_IS_NO_SUM, text
+        return list(check_steps(ours, expected, noise, differs, cause))
+
+    def _evaluation(self, probe: Probe, base: RunSpec, following: _Following) -> list[Check]:
+        if not probe.held_out:
+            return []
+        without, alone, leader, ranks, *again = (
+            self.results[spec.name]
+            for spec in (base, following.alone, following.leader, following.ranks, *following.again)
+        )
+        return list(check_evaluation(without, alone, leader, ranks, again, probe.precision, probe.held_out))
+
     def _coverage(self, spec: RunSpec) -> list[Check]:
         result = self.results[spec.name]
         if not result.fine:
@@ -307,7 +469,7 @@ class _Proof:
         return lines + ([probe.clip_said] if probe.clip_said else [])
 
     def _not_looked_at(self, probe: Probe) -> list[str]:
-        window, steps = probe.plan.window, self.request.steps
+        window, steps = _longer(probe)[0].window, self.request.steps
         beyond = probe.samples - window
         return [
             "dropout: it is off in every run",
@@ -316,9 +478,8 @@ class _Proof:
                 if beyond
                 else []
             ),
-            f"steps after the first {steps}; gradients, parameter by parameter, after step 1",
-            "evaluation: whether its metrics are the same on one process and on the ranks, and whether it changes anything",
-            "data as ranks of other interpreters would make them: order of sets and hashes, order of files in a folder",
+            f"steps after the first {steps}; gradients, after {_longer(probe)[1]} steps",
+            *([] if probe.held_out else ["evaluation: the task has no validation data"]),
             *([] if self.device == "cuda" else ["kernels of a GPU: everything ran on the CPU"]),
             f"strategies other than the one above{'' if self.ranks > 1 else ', and more than one rank'}",
             *([f"comm_hook {probe.comm_hook}"] if probe.comm_hook != "none" else []),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def contents_of(value: Any, fewest_bytes: int = 1) -> dict[str, str]:
@@ -26,6 +27,11 @@ def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of it that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def digest(tensor: Tensor) -> str:

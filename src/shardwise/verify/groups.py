@@ -68,18 +68,39 @@ def run_groups(specs: Iterable[RunSpec], at_once: int, *, hang_timeout: float) -
             time.sleep(0.02)
             for spec, group in [each for each in running if each[1].ended()]:
                 running.remove((spec, group))
-                steps = [_steps(spec, rank) for rank in range(spec.world)]
-                done[spec.name] = GroupResult(spec, group.sightings(), group.hang, steps)
+                done[spec.name] = _result(spec, group)
     finally:
         for _, group in running:
             group.end()
     return done
 
 
+class Background:
+    """A group that runs beside the others."""
+
+    def __init__(self, spec: RunSpec, hang_timeout: float) -> None:
+        self.spec, self._group = spec, _started(spec, hang_timeout)
+
+    def result(self) -> GroupResult:
+        """When it has ended."""
+        while not self._group.ended():
+            time.sleep(0.02)
+        return _result(self.spec, self._group)
+
+    def end(self) -> None:
+        self._group.end()
+
+
+def _result(spec: RunSpec, group: RankGroup) -> GroupResult:
+    steps = [_steps(spec, rank) for rank in range(spec.world)]
+    return GroupResult(spec, group.sightings(), group.hang, steps)
+
+
 def _started(spec: RunSpec, hang_timeout: float) -> RankGroup:
     # Collectives that do not match are named, instead of hanging or returning rubbish; it costs time, so once is enough.
     debug = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "ERROR"} if spec.watched else {}
-    return RankGroup(rank, (spec,), spec.world, spec.folder, hang_timeout, debug)
+    seeds = [each.hash_seed for each in spec.interpreters]
+    return RankGroup(rank, (spec,), spec.world, spec.folder, hang_timeout, debug, seeds)
 
 
 def _steps(spec: RunSpec, rank: int) -> list[dict[str, Any]]:

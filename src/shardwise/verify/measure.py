@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +36,10 @@ SMALL_SHARE = 1e-3
 def floor_of(precision: str) -> float:
     kind = COMPUTE_TYPES.get(precision)
     return ULPS * torch.finfo(torch.float32).eps if kind is None else torch.finfo(kind).eps
+
+
+def factor_of(precision: str) -> float:
+    return NARROW_FACTOR if is_narrow(precision) else FACTOR
 
 
 def rounding_of(precision: str) -> float:
@@ -136,9 +140,9 @@ class Tolerance:
     def measured(
         cls, reference: Figures, others: Sequence[Figures], precision: str, start: Mapping[str, Tensor]
     ) -> Tolerance:
-        floor, factor = floor_of(precision), NARROW_FACTOR if is_narrow(precision) else FACTOR
+        floor, factor = floor_of(precision), factor_of(precision)
         grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
-        together = [_together(other.gradients, reference.gradients) for other in others]
+        whole = [together(other.gradients, reference.gradients) for other in others]
 
         def limits_of_weights(step: int) -> dict[str, float]:
             weights = reference.weights[step]
@@ -146,7 +150,7 @@ class Tolerance:
             limits = _by_parameter(noise, floor, factor, together=is_narrow(precision))
             if is_narrow(precision):  # there, rounding moves far more than last digits
                 return limits
-            return {name: max(limit, _last_digits(weights[name], start[name])) for name, limit in limits.items()}
+            return {name: max(limit, last_digits(weights[name], start[name])) for name, limit in limits.items()}
 
         def limits_of_curve(of: Callable[[Curve], list[float]]) -> list[float]:
             pairs = [[apart(a, b) for a, b in zip(of(o.curve), of(reference.curve), strict=False)] for o in others]
@@ -158,20 +162,25 @@ class Tolerance:
             limits_of_curve(lambda curve: curve.losses),
             limits_of_curve(lambda curve: curve.norms),
             _by_parameter(grads, floor, factor, together=is_narrow(precision)),
-            factor * max(together, default=0.0),
+            factor * max(whole, default=0.0),
             {step: limits_of_weights(step) for step in reference.weights},
             max((value for each in grads for value in each.values()), default=0.0),
         )
 
 
-def _together(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def together(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """The 2-norm of the difference of all parameters over that of the second."""
     size = math.hypot(*(float(each.float().norm()) for each in other.values()))
     gap = math.hypot(*(float((one[name].float() - each.float()).norm()) for name, each in other.items() if name in one))
     return gap / size if size else 0.0
 
 
-def _last_digits(weight: Tensor, start: Tensor) -> float:
+def norm_of(tensors: Mapping[str, Tensor]) -> float:
+    """The 2-norm of all of them together."""
+    return math.hypot(*(float(each.float().norm()) for each in tensors.values()))
+
+
+def last_digits(weight: Tensor, start: Tensor) -> float:
     """What it makes of the way trained if the numbers of a weight are off in their last digits. A norm's weights are near 1 and
     move little: there that is more than `floor`, and it is chance whether the repeated runs differ in any."""
     if not weight.is_floating_point() or torch.equal(weight, start):  # a frozen weight stays as it is
@@ -195,6 +204,8 @@ class Figures:
     gradients: dict[str, Tensor]
     weights: dict[int, dict[str, Tensor]]
     """After each step; of a large model, after the last."""
+    gradients_by_step: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Where they were kept."""
 
     @property
     def last_weights(self) -> dict[str, Tensor]:

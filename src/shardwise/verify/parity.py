@@ -29,11 +29,26 @@ TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
 
 
-def check_single(probe: Probe, single: Figures, record: dict[str, Any], noise: Tolerance) -> Iterator[Check]:
-    """One process with the whole batch at once, against plain PyTorch."""
+def check_single(
+    probe: Probe, single: Figures, record: dict[str, Any], others: Sequence[dict[str, Any]], noise: Tolerance
+) -> Iterator[Check]:
+    """One process with the whole batch at once, against plain PyTorch. `others`: records of further runs by one process."""
+    others_differ = False
+    for what, kind in (("initial", "weights"), ("constants", "buffers")):
+        before = record[what]
+        unlike = [name for each in others for name, digest in each[what].items() if before.get(name, digest) != digest]
+        if unlike and not others_differ:
+            others_differ = True
+            yield _failed(f"initial {kind}", _begins_otherwise(kind, list(dict.fromkeys(unlike)), record, others))
     differences = gradients_apart(single.gradients, probe.gradients)
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
-    random = list(_random(probe, record, noise, bool(bad)))
+    if probe.state_matters > RANDOM:
+        text = (
+            f"a forward pass changes {listed(probe.hidden_state)}; after other batches the same batch has a gradient that is "
+            f"{figure(probe.state_matters)} off, and with everything put back it has not"
+        )
+        yield _failed("state", Finding(Cause.HIDDEN_STATE, text, amount=probe.state_matters))
+    random = [] if others_differ else list(_random(probe, record, noise, bool(bad)))
     yield from random
     if probe.without_gradient:
         names = listed(probe.without_gradient)
@@ -69,6 +84,18 @@ def check_single(probe: Probe, single: Figures, record: dict[str, Any], noise: T
             f"to {figure(noise.gradients.get(worst, noise.floor))}",
             _loosest(noise, differences, probe.precision),
         )
+
+
+def _begins_otherwise(kind: str, names: list[str], record: dict[str, Any], others: Sequence[dict[str, Any]]) -> Finding:
+    text = f"one process that is started again begins with other {kind}: {listed(names)}"
+    left = [record["weight_digests"], *(each["weight_digests"] for each in others)]
+    if kind == "weights" and any(each["initial"] in left for each in others):
+        text += (
+            ". They are those that an earlier run ended with: the program keeps weights in a file of its own and loads them, "
+            "without the optimizer's state, the cursor and the schedule, which session.save() and session.resume() carry"
+        )
+        return Finding(Cause.OPTIMIZER_NOT_RESTORED, text, names[0], step=0)
+    return Finding(Cause.DIFFERENT_SEEDS, text, names[0], step=0)
 
 
 def _answer(name: str, detail: str, tolerance: tuple[str, float]) -> Check:
@@ -110,7 +137,7 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
         yield _failed("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
     if probe.unlike and probe.random_data <= RANDOM:
         yield _noted("data", f"not the same when read again, which the gradient does not show: {probe.unlike}")
-    if probe.random_forward > RANDOM:
+    if probe.random_forward > RANDOM >= probe.state_matters:
         text = (
             f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed of the "
             "generators is changed"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from shardwise.tasks import Task
 from shardwise.verify.contents import contents_of, digests, first_difference
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.names import canonical, tied_names
+from shardwise.verify.plain_state import PlainState, attributes_of
 from shardwise.verify.run_spec import Plan, RunSpec, as_asked, batching_of
 from shardwise.verify.window import Window
 
@@ -82,6 +84,10 @@ class Probe:
     """How far the gradient moves when the batch is read again."""
     random_forward: float
     """How far the gradient moves when nothing but the seed is changed, on a batch that is read once."""
+    hidden_state: list[str]
+    """What a forward pass changes besides buffers: attributes, variables, parameters, modules."""
+    state_matters: float
+    """How far the gradient of the same batch moves with what was computed before it."""
     buffers_in_gradient: list[str]
     """Buffers that a training forward changes and that the gradient depends on."""
     split_matters: float
@@ -107,6 +113,8 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     order = Window(run.order(), window)
     ids = order.part(0, start, window)
     first = _Batch(run, model, config.training.precision)
+    hidden, state_matters = first.hidden_state([part for part in np.array_split(ids, 3) if len(part)])
+    model = first.model
 
     whole = first.gradient(ids)
     gradients = {name: each / whole.count for name, each in whole.gradients.items()}
@@ -152,6 +160,8 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         unlike=unlike,
         random_data=random_data,
         random_forward=first.randomness(ids),
+        hidden_state=hidden,
+        state_matters=state_matters,
         buffers_in_gradient=plain.buffers_in_gradient(ids, whole.changed),
         split_matters=split,
         split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
@@ -227,7 +237,12 @@ class _Batch:
             generator = torch.Generator().manual_seed(0)
             for name in moved:  # unevenly: a norm may take away what is the same everywhere
                 buffer = self.model.get_buffer(name)
-                buffer.mul_(1.1).add_(0.1 * torch.rand(buffer.shape, generator=generator).to(buffer))
+                if buffer.is_floating_point():
+                    buffer.mul_(1.1).add_(0.1 * torch.rand(buffer.shape, generator=generator).to(buffer))
+                elif buffer.dtype == torch.bool:
+                    buffer.logical_not_()
+                else:
+                    buffer.add_(1)
         seed_everything(self.run.config.seed, Purpose.STEP, seed, 0)
         with self.precision.autocast():
             loss = self.task.loss(self.model, inputs)
@@ -267,9 +282,36 @@ class _Batch:
         first, second = (self.gradient(ids, seed, inputs=inputs) for seed in (1, 2))
         return _apart(first.gradients, second.gradients)
 
+    def hidden_state(self, parts: Sequence[Indices]) -> tuple[list[str], float]:
+        """What a forward pass changes that is no buffer, and how far the gradient of a batch moves with what came before it.
+        Afterwards the model is as it was built."""
+        first, others = parts[0], parts[1:]
+        try:
+            built = copy.deepcopy(self.model)
+        except Exception:  # something in it cannot be copied
+            return [], 0.0
+        plain = PlainState(self.task, {type(each) for each in built.modules()})
+
+        def start_over() -> None:
+            self.model = copy.deepcopy(built)
+            plain.put_back()
+
+        expected = self.gradient(first).gradients
+        changed = _changed(built, self.model) + plain.changed()
+        gap = 0.0
+        if changed:
+            start_over()
+            for part in [*others, first]:
+                self.gradient(part)
+            gap = _apart(self.gradient(first).gradients, expected)
+            start_over()
+            if not _apart(self.gradient(first).gradients, expected) <= RANDOM:
+                gap = 0.0  # it is another each time: that is chance, not what came before
+        start_over()
+        return changed, gap
+
     def buffers_in_gradient(self, ids: Indices, names: Sequence[str]) -> list[str]:
         """Of buffers that change in training, those that decide about the gradient: running statistics do not."""
-        names = [name for name in names if self.model.get_buffer(name).is_floating_point()]
         if not names:
             return []
         inputs = self.read(ids)
@@ -302,6 +344,22 @@ class _Batch:
             if isinstance(module, BatchNorm):
                 module.eval()
         return other
+
+
+def _changed(before: nn.Module, after: nn.Module) -> list[str]:
+    """Of two copies of one model, the second of which has computed something."""
+    was, now = attributes_of(before), attributes_of(after)
+    modules = {name for name, _ in before.named_modules()}
+    weights = dict(before.named_parameters())
+    return [
+        *(f"module {name} (new)" for name, _ in after.named_modules() if name not in modules),
+        *(
+            f"parameter {name}"
+            for name, each in after.named_parameters()
+            if name not in weights or each.shape != weights[name].shape or not torch.equal(each, weights[name])
+        ),
+        *(name for name in now if was.get(name) != now[name]),
+    ]
 
 
 def _apart(one: Gradients, other: Gradients) -> float:

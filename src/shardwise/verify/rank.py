@@ -17,6 +17,7 @@ from shardwise.engine.observers import observing
 from shardwise.engine.session import Session
 from shardwise.verify.coverage import cover
 from shardwise.verify.dropout import switch_off_dropout
+from shardwise.verify.own_data import listed_in
 from shardwise.verify.probe import probe
 from shardwise.verify.recorder import Finished, Look, Recorder
 from shardwise.verify.run_spec import RunSpec
@@ -32,8 +33,10 @@ def rank(spec: RunSpec) -> int:
         module, _, name = spec.planted.partition(":")
         getattr(importlib.import_module(module), name)()
     switch_off_dropout()
-    recorder = Recorder(spec, int(os.environ["RANK"]), LOOKS.get(spec.kind))
-    with observing(recorder):
+    number = int(os.environ["RANK"])
+    listing = spec.interpreters[number].listing if spec.interpreters else "natural"
+    recorder = Recorder(spec, number, LOOKS.get(spec.kind))
+    with observing(recorder), listed_in(listing):
         with contextlib.suppress(Finished):
             _train(spec)
         recorder.finish()

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.config import Config
-from shardwise.config.seeds import Purpose
 from shardwise.data import Cursor, GlobalOrder, StepBatch
-from shardwise.data.seeding import seed_everything
+from shardwise.data.loader import MicroBatch
 from shardwise.engine.observers import Data, Rehearsal
 from shardwise.engine.run import Run
 from shardwise.engine.step_result import StepResult
 from shardwise.tasks import Task
-from shardwise.verify.contents import contents_of, digest, digests
+from shardwise.verify.contents import contents_of, digest, digests, local
 from shardwise.verify.dropout import switch_off_in
+from shardwise.verify.evaluation import Evaluation
 from shardwise.verify.measure import rounding_of
 from shardwise.verify.names import canonical, tied_names
+from shardwise.verify.own_data import look_at_data
 from shardwise.verify.own_gradients import OwnGradients
 from shardwise.verify.run_spec import RunSpec, config_for, in_precision
 from shardwise.verify.shared_data import make_shared, take_shared
@@ -52,10 +53,12 @@ class Recorder(Rehearsal):
         self.spec, self.rank, self.look = spec, rank, look
         self.run: Run | None = None
         self.asked: Config | None = None
+        self._evaluation: Evaluation | None = None
         first_step = ("inputs", "gradients", "gradient_digests", "own_gradients", "buffers")
         self.record: dict[str, Any] = {
             "snapshots": {},
             "weights_by_step": {},
+            "gradients_by_step": {},
             "own_saves": [],
             **{key: {} for key in first_step},
         }
@@ -67,11 +70,16 @@ class Recorder(Rehearsal):
 
     def config(self, config: Config) -> Config:
         self.asked = config = in_precision(config, self.spec.precision)
-        seed_everything(config.seed, Purpose.WEIGHTS)  # for a model that a program builds before prepare()
         return config_for(config, self.spec)
 
     def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
-        if self.spec.shared is None:
+        if self.spec.kind == "data":
+            self.run = run
+            wait = self.spec.interpreters[self.rank].wait if self.spec.interpreters else 0.0
+            self.record["data"] = look_at_data(run, task, wait)
+            self._write()
+            raise Finished
+        if self.spec.shared is None or self.spec.values is None:  # a program has made its data already
             return task, None
         make = self.spec.kind == "probe"
         return make_shared(run, task, self.spec.shared) if make else take_shared(task, self.spec.shared)
@@ -83,6 +91,11 @@ class Recorder(Rehearsal):
         of_ranks = plan.batching if self.spec.batches == "shares" else None
         return Window(order, plan.window, of_ranks=of_ranks, reorder=self.spec.reorder)
 
+    def valid_order(self, order: GlobalOrder) -> GlobalOrder:
+        if not self.spec.valid_samples:
+            return order
+        return GlobalOrder(min(order.samples, self.spec.valid_samples), order.seed, shuffle=False)
+
     # ---------------------------------------------------------------- before the first step
 
     def prepared(self, run: Run) -> None:
@@ -90,19 +103,18 @@ class Recorder(Rehearsal):
         switch_off_in(run.model)
         if self.spec.plan is not None:
             run.state.cursor = Cursor(0, self.spec.plan.start)
-        weights = _whole(module.named_parameters())
         self.record |= {
             "strategy": run.strategy.name,
             "unequal": run.strategy.unequal,
             "tied": tied_names(module),
-            "initial": digests(weights),
-            "initial_weights": self._kept(weights),
             "constants": digests(_whole(module.named_buffers())),  # none has changed yet
         }
         if self.spec.watched and _elements(module) <= WHOLE_ON_EVERY_RANK:
             self._own_gradients = OwnGradients(module)
 
     def before_first_batch(self, run: Run) -> None:
+        weights = _whole(run.strategy.module.named_parameters())  # a program may have loaded its own
+        self.record |= {"initial": digests(weights), "initial_weights": self._kept(weights)}
         if self.look is not None:
             assert self.asked is not None
             self.record[self.spec.kind] = self.look(run, self.asked, self.spec)
@@ -112,6 +124,7 @@ class Recorder(Rehearsal):
             self.record["resumed_itself"] = run.checkpoints.saved_at is not None
             if not self.record["resumed_itself"]:  # what follows is proved all the same
                 run.resume("latest")
+            self._snapshot(run, "begins")
 
     def resumed(self, run: Run, path: Path) -> None:
         self._snapshot(run, "resumed")
@@ -121,12 +134,30 @@ class Recorder(Rehearsal):
     def before_step(self, run: Run, batch: StepBatch) -> None:
         if run.checkpoints.saved_at not in (None, self.spec.save_at, *self.record["own_saves"]):
             self.record["own_saves"].append(run.checkpoints.saved_at)
+        if self.spec.keep_every_step and run.steps_done:
+            if run.checkpoints.saved_at != run.steps_done:
+                run.save()
+            run.wait()
+        if self.spec.follow is not None and run.steps_done:
+            self._follow(run, self.spec.follow)
         if self.spec.reorder is not None:
             self._change_last_digits(run)
+        if run.steps_done == self.spec.evaluate_at:
+            self._evaluation = Evaluation(run)
+            self.record["evaluation"] = self._evaluation.look(thorough=not self._each_step)
+            self._evaluation = None
         if run.steps_done == 0:  # what it trains on, by samples: to be compared with what another process read
             self.record["inputs"] = {
                 tuple(micro.request.ids.tolist()): contents_of(micro.inputs) for micro in batch.micro
             }
+
+    def _follow(self, run: Run, folder: Path) -> None:
+        """Weights, moments and running buffers of the other run, as they were before this step."""
+        path = folder / "checkpoints" / f"step-{run.steps_done:08d}"
+        found = run.checkpoints.load(run.parts, str(path))
+        scale = found[1].scaler if found else None
+        if scale and run.parts.scaler.is_enabled():
+            run.parts.scaler.load_state_dict(scale)
 
     def _change_last_digits(self, run: Run) -> None:
         """Every weight off by a rounding error in this step: what any other order of additions may do to a result."""
@@ -145,12 +176,20 @@ class Recorder(Rehearsal):
         self._as_they_were.clear()
         if self.spec.kill_at == run.steps_done + 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        if run.steps_done == 0:
+        if run.steps_done == 0 or self._each_step:
             found = ((name, run.strategy.gradient_of(each)) for name, each in run.strategy.module.named_parameters())
             gradients = _whole((name, gradient) for name, gradient in found if gradient is not None)
+            if self._each_step:
+                self.record["gradients_by_step"][run.steps_done + 1] = self._kept(gradients)
+            if run.steps_done:
+                return
             self.record |= {"gradients": self._kept(gradients), "gradient_digests": digests(gradients)}
             if self._own_gradients is not None:
                 self.record["own_gradients"] = self._own_gradients.stop(run.parts.scaler.get_scale())
+
+    @property
+    def _each_step(self) -> bool:
+        return self.spec.keep_every_step or self.spec.follow is not None
 
     def after_step(self, run: Run, batch: StepBatch, result: StepResult) -> None:
         row = {
@@ -171,7 +210,8 @@ class Recorder(Rehearsal):
             self.record["buffers"] = digests(_local_parts(run.strategy.module.named_buffers()))
             if result.skipped:
                 self.record |= {"gradients": {}, "gradient_digests": {}}
-        if not result.stopped and _elements(run.strategy.module) * self.spec.steps <= WHOLE_ON_EVERY_RANK:
+        few = _elements(run.strategy.module) * self.spec.steps <= WHOLE_ON_EVERY_RANK
+        if not result.stopped and (few or self._each_step):
             weights = _whole(run.strategy.module.named_parameters())
             self.record["weights_by_step"][result.step] = self._kept(weights)
         if self.spec.values is None:  # a program may save after any step
@@ -181,6 +221,10 @@ class Recorder(Rehearsal):
             run.wait()
             self._snapshot(run, "saved")
 
+    def batch_evaluated(self, run: Run, micro: MicroBatch, results: Mapping[str, Any]) -> None:
+        if self._evaluation is not None:
+            self._evaluation.add(micro, results)
+
     def _snapshot(self, run: Run, when: str) -> None:
         """What a checkpoint must carry, as this rank holds it."""
         module = run.strategy.module
@@ -189,7 +233,7 @@ class Recorder(Rehearsal):
             "weights": digests(_local_parts(module.named_parameters())),
             "buffers": digests(_local_parts(_running(module))),
             "optimizer": {
-                f"{names.get(id(each), '?')} {key}": digest(_local(value))
+                f"{names.get(id(each), '?')} {key}": digest(local(value))
                 for each, values in run.parts.optimizer.state.items()
                 for key, value in values.items()
                 if isinstance(value, Tensor)
@@ -235,12 +279,8 @@ def _elements(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _local_parts(named: Named) -> dict[str, Tensor]:
-    return {canonical(name): _local(each.detach()) for name, each in named}
+    return {canonical(name): local(each.detach()) for name, each in named}
 
 
 def _running(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

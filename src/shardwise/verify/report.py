@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardwise.verify.causes import Cause
 
-Group = Literal["parity", "coverage", "resume", "agreement"]
+Group = Literal["parity", "coverage", "evaluation", "resume", "agreement"]
 CheckStatus = Literal["pass", "FAIL", "not proved", "note"]
 Answer = Literal["pass", "fail", "not proved"]
 EXIT_CODES: dict[Answer, int] = {"pass": 0, "fail": 1, "not proved": 3}
@@ -18,6 +18,7 @@ EXIT_CODES: dict[Answer, int] = {"pass": 0, "fail": 1, "not proved": 3}
 _COUNTED: dict[CheckStatus, str] = {"pass": "passed", "FAIL": "failed", "not proved": "not proved", "note": "noted"}
 # In the order of Cause these come after everything that brings them about.
 _CONSEQUENCES = {
+    Cause.RANK_FAILED,
     Cause.CLIP_NORM,
     Cause.REPORTED_LOSS,
     Cause.SOME_RANKS_UPDATE,

@@ -167,6 +167,10 @@ def _differences(undisturbed: GroupResult, resumed: GroupResult, save_at: int) -
         for key, cause in _CARRIED.items():
             if loaded[key] != saved[key]:
                 yield Finding(cause, f"{where} {_what(key, loaded[key], saved[key])}", rank=rank, step=save_at)
+        for key in ("weights", "optimizer"):
+            if mine["begins"][key] != loaded[key]:
+                text = f"between the resume and the first step, on rank {rank}, {_what(key, mine['begins'][key], loaded[key])}"
+                yield Finding(_CARRIED[key], text, rank=rank, step=save_at)
     for rank, (mine, expected) in enumerate(zip(*snapshots, strict=True)):
         steps = {row["step"]: row for row in undisturbed.steps[rank]}
         for row in resumed.steps[rank]:

@@ -26,6 +26,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
+class Interpreter:
+    """A rank that is not forked from the server."""
+
+    hash_seed: int
+    listing: str = "natural"
+    """In which order folders give their files: natural, reversed, or mixed by a number."""
+    wait: float = 0.0
+    """Seconds, before it makes its data."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """One run of the proof, by one group of ranks. It travels to every rank by pickle."""
 
@@ -36,7 +47,7 @@ class RunSpec:
     """A config or a program."""
     values: dict[str, Any] | None
     """Of the config, with its overrides; None: a program, which has its own."""
-    kind: Literal["probe", "coverage", "train"]
+    kind: Literal["probe", "data", "coverage", "train"]
     world: int
     ranks: int
     """Of the run that is being verified; `world` is how many this group has."""
@@ -56,6 +67,16 @@ class RunSpec:
     save_at: int | None = None
     kill_at: int | None = None
     resume: bool = False
+    follow: Path | None = None
+    """The run folder of another run: each step begins with the weights and moments that one had."""
+    keep_every_step: bool = False
+    """Checkpoints, for others to follow; and the gradients of every step."""
+    evaluate_at: int | None = None
+    """Evaluate when so many steps are made."""
+    valid_samples: int = 0
+    """At most, in an evaluation."""
+    interpreters: tuple[Interpreter, ...] = ()
+    """By rank; none: they are forked from the server."""
     watched: bool = False
     """PyTorch compares the ranks' collectives with each other."""
     shared: Path | None = None
@@ -94,6 +115,8 @@ def config_for(config: Config, spec: RunSpec) -> Config:
     drop = {"num_gpus", "checkpoint_dir", "total_batch_size"}
     if spec.plan:
         put["gradient_clip"] = spec.plan.clip
+    if spec.keep_every_step:
+        put |= {"keep_last": spec.steps + 1}
     if spec.batches != "ranks":
         put["strategy"] = ALONE
         drop |= selecting_blocks() | {"num_nodes"}

@@ -1,0 +1,144 @@
+"""The data as each rank makes them by itself: in an interpreter of its own, with another hash seed, a little later than the
+others, and with the files of every folder listed in another order.
+
+A data set that keeps to what it is told gives the same samples all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardwise.config.seeds import Purpose
+from shardwise.data import Reader
+from shardwise.data.seeding import seed_everything
+from shardwise.engine.run import Run
+from shardwise.tasks import Task
+from shardwise.verify.causes import Cause
+from shardwise.verify.contents import contents_of, first_difference
+from shardwise.verify.report import Check, Finding, failed, passed
+
+MOST_SAMPLES = 200
+"""Of each part, evenly spread."""
+LONGEST = 10.0
+"""Seconds for reading them."""
+LATER = 1.1
+"""Seconds by which a rank begins after the one before it: a clock that counts in seconds shows another time."""
+NAME = "data of each rank"
+
+Listing = str
+"""natural, reversed, or mixed by a number."""
+
+
+def look_at_data(run: Run, task: Task, wait: float) -> dict[str, Any]:
+    """On this rank: how many samples there are, and fingerprints of what is in some of them."""
+    time.sleep(wait)
+    seed_everything(run.config.seed, Purpose.DATA)
+    run.world.on_each_machine(task.prepare_data)
+    parts: dict[str, Any] = {"training": task.train_data(), "validation": task.valid_data()}
+    sizes = {name: None if data is None else len(data) for name, data in parts.items()}
+    seen: dict[str, dict[int, dict[str, str]]] = {}
+    for name, data in parts.items():
+        seen[name] = {}
+        count = task.count if name == "training" else lambda _: 0
+        began = time.monotonic()
+        for index in _spread(sizes[name] or 0):
+            reader = Reader(data, task.collate, count, run.config.seed, name=name)
+            seen[name][index] = contents_of(reader.micro_batch(np.array([index])))
+            if time.monotonic() - began > LONGEST:
+                break
+    return {"sizes": sizes, "samples": seen}
+
+
+def _spread(size: int) -> list[int]:
+    """In an order in which a beginning is spread, too: reading may be cut short."""
+    few = (
+        range(size) if size <= MOST_SAMPLES else np.unique(np.linspace(0, size - 1, MOST_SAMPLES).astype(int)).tolist()
+    )
+    return random.Random(0).sample(list(few), len(few))
+
+
+def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
+    """The first rank whose data are not rank 0's, and what is other about them."""
+    first = records[0]
+    for rank, mine in enumerate(records[1:], start=1):
+        for part, size in first["sizes"].items():
+            if mine["sizes"][part] != size:
+                return rank, f"{mine['sizes'][part]} {part} samples, where rank 0 has {size}"
+            for index, contents in first["samples"][part].items():
+                other = mine["samples"][part].get(index)
+                if other is not None and (place := first_difference(contents, other)):
+                    return rank, f"another {part} sample {index} than rank 0 ({place})"
+    return None
+
+
+def check_data(records: Sequence[dict[str, Any]], causes: Iterable[tuple[Cause, str]]) -> Check:
+    """`causes`: found by experiments, if the ranks have different data."""
+    found = difference(records)
+    if found is None:
+        numbers = " and ".join(
+            f"{min(len(each['samples'][part]) for each in records)} of {size} {part} samples"
+            for part, size in records[0]["sizes"].items()
+            if size
+        )
+        return passed(
+            "coverage",
+            NAME,
+            f"{numbers} are the same in {len(records)} interpreters, each with a hash seed, an order of files and a start "
+            "of its own",
+        )
+    rank, what = found
+    cause, how = next(iter(causes), (Cause.DATA_BY_RANK, ""))
+    return failed("coverage", NAME, Finding(cause, f"rank {rank} makes {what}{how}", rank=rank))
+
+
+@contextmanager
+def listed_in(order: Listing) -> Iterator[None]:
+    """Folders give their files in this order, which is no other than a file system may choose."""
+    if order == "natural":
+        yield
+        return
+    listdir, scandir = os.listdir, os.scandir
+    os.listdir = lambda path=".": _ordered(listdir(path), order, str)
+    os.scandir = partial(_Entries, scandir, order)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.listdir, os.scandir = listdir, scandir
+
+
+class _Entries:
+    """What os.scandir gives."""
+
+    def __init__(self, scandir: Any, order: Listing, path: Any = ".") -> None:
+        self._open = scandir(path)
+        self._entries = iter(_ordered(list(self._open), order, lambda entry: str(entry.name)))
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self._entries
+
+    def __next__(self) -> os.DirEntry[str]:
+        return next(self._entries)
+
+    def __enter__(self) -> _Entries:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _ordered(entries: list[Any], order: Listing, name: Any) -> list[Any]:
+    entries = sorted(entries, key=name, reverse=True)
+    if order != "reversed":
+        random.Random(order).shuffle(entries)
+    return entries
