@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from shardwise import DataBlock
 
 CHANGES = ("data_change", "not_deterministic")
-NOT_SHARED = ("data_change", "ranks_compute_differently", "sampler", "resume")
+NOT_SHARED = (
+    "data_by_rank",
+    "data_by_hash",
+    "data_by_listing",
+    "data_change",
+    "ranks_compute_differently",
+    "sampler",
+    "resume",
+)
 NEW = "the ranks do not hold the same data set: sample i is another one on each"
 
 

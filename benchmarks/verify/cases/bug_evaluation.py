@@ -22,7 +22,7 @@ def right(model: nn.Module, batch: list[Tensor]) -> Tensor:
     "weights-rounded",
     "evaluation changes weights",
     CHANGES,
-    ("drift", "resume"),
+    ("evaluation_changes", "drift", "resume"),
     eval_every_n_steps=2,
     eval_at_start=False,
 )
@@ -40,7 +40,7 @@ class WeightsRounded(Plain):
     "statistics-move",
     "evaluation changes buffers",
     CHANGES,
-    ("stale_buffers", "drift", "resume"),
+    ("evaluation_changes", "stale_buffers", "drift", "resume"),
     eval_every_n_steps=2,
     eval_at_start=False,
 )
@@ -74,7 +74,7 @@ class Remembering(Mlp):
     "centre-set-by-evaluation",
     "evaluation changes buffers",
     CHANGES,
-    ("own_buffers", "stale_buffers", "drift", "resume"),
+    ("evaluation_changes", "own_buffers", "stale_buffers", "drift", "resume"),
     eval_every_n_steps=2,
     eval_at_start=False,
 )
@@ -89,7 +89,7 @@ class CentreSetByEvaluation(Plain):
     "flag-left",
     "evaluation leaves its mode",
     CHANGES,
-    ("drift", "resume", "engine_step"),
+    ("evaluation_changes", "drift", "resume", "engine_step"),
     eval_every_n_steps=2,
     eval_at_start=False,
 )
@@ -111,7 +111,7 @@ class FlagLeft(Plain):
     "reseeded",
     "evaluation changes random state",
     CHANGES,
-    ("drift", "resume", "not_deterministic"),
+    ("evaluation_changes", "drift", "resume", "not_deterministic"),
     visible="where dropout is on",
     eval_every_n_steps=2,
     eval_at_start=False,
@@ -131,7 +131,7 @@ class Reseeded(Plain):
     "frozen-after-evaluation",
     "evaluation leaves its mode",
     CHANGES,
-    ("drift", "resume", "detached_parameter", "rank_failed"),
+    ("evaluation_changes", "drift", "resume", "detached_parameter", "rank_failed"),
     visible="from the first evaluation on",
     eval_every_n_steps=2,
     eval_at_start=False,
@@ -146,7 +146,7 @@ class FrozenAfterEvaluation(Plain):
         return {"loss": self.loss(model, batch)}
 
 
-@bug("metric-of-rank-0", "metric of one rank", METRIC, ())
+@bug("metric-of-rank-0", "metric of one rank", METRIC, ("metric_differs", "metric_of_some_ranks"))
 class MetricOfRank0(Plain):
     """Accuracy is counted on rank 0 alone."""
 
@@ -160,7 +160,7 @@ class MetricOfRank0(Plain):
     "metric-missing-on-rank-1",
     "metric of one rank",
     "the ranks do not return the same metrics",
-    ("collective_mismatch", "rank_failed", "hang", "branches_differ"),
+    ("collective_mismatch", "rank_failed", "hang", "branches_differ", "metric_differs", "metric_of_some_ranks"),
     refusal_is_right=True,
 )
 class MetricMissingOnRank1(Plain):
@@ -178,7 +178,7 @@ class MetricMissingOnRank1(Plain):
     "metric-mean-of-means",
     "metric by batch",
     METRIC,
-    ("mean_of_means",),
+    ("mean_of_means", "metric_differs"),
     visible="52 validation samples in micro-batches of 8: the last is smaller",
 )
 class MetricMeanOfMeans(Plain):
@@ -192,7 +192,7 @@ class MetricMeanOfMeans(Plain):
     "metric-of-the-past",
     "metric by state",
     "a metric depends on the evaluations before, and is lost with the process",
-    (),
+    ("evaluation_random",),
 )
 class MetricOfThePast(Plain):
     """Hits are added up in an attribute that is never set to zero."""
@@ -205,7 +205,7 @@ class MetricOfThePast(Plain):
         return {"loss": self.loss(model, batch), "accuracy": Loss(sum=torch.tensor(self.hits), count=self.seen)}
 
 
-@bug("metric-by-own-median", "metric by batch", METRIC, ())
+@bug("metric-by-own-median", "metric by batch", METRIC, ("metric_differs", "metric_of_some_ranks"))
 class MetricByOwnMedian(Plain):
     """How far each answer is above the median of its micro-batch."""
 
@@ -219,7 +219,7 @@ class MetricByOwnMedian(Plain):
     "noise-in-evaluation",
     "metric by state",
     "evaluation is random: two evaluations of the same weights do not agree",
-    ("random_forward", "not_deterministic"),
+    ("random_forward", "not_deterministic", "evaluation_random", "metric_differs"),
 )
 class NoiseInEvaluation(Plain):
     """Validation samples are augmented anew in `evaluate`."""

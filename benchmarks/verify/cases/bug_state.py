@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise import Loss
 
-LOCAL = ("own_buffers", "stale_buffers", "ranks_compute_differently", "loss_is_no_sum", "drift")
-LOST = ("resume",)
+LOCAL = ("hidden_state", "own_buffers", "stale_buffers", "ranks_compute_differently", "loss_is_no_sum", "drift")
+LOST = ("hidden_state", "resume")
 
 LAST = {"loss": 1.0}
 
@@ -81,7 +81,7 @@ class TemperatureCounter(Plain):
     "counter-accumulated",
     "counters",
     "the forward pass depends on how many micro-batches came before",
-    ("drift", "resume", "loss_is_no_sum", "random_forward", "engine_step"),
+    ("hidden_state", "drift", "resume", "loss_is_no_sum", "random_forward", "engine_step"),
     gradient_accumulation=2,
 )
 class CounterAccumulated(Plain):
@@ -254,7 +254,7 @@ class Student(Mlp):
     "teacher-on-rank-0",
     "state of rank 0",
     "the teacher moves on rank 0 alone",
-    ("ranks_compute_differently", "stale_buffers", "own_buffers", "some_ranks_update", "drift"),
+    ("hidden_state", "ranks_compute_differently", "stale_buffers", "own_buffers", "some_ranks_update", "drift"),
 )
 class TeacherOnRank0(Plain):
     """A teacher follows the student on rank 0 and is distilled from on every rank."""

@@ -9,14 +9,14 @@ loop(
     "own loop saves",
     "loop_never_saves.py",
     "a killed run leaves nothing to go on from",
-    ("no_checkpoint",),
+    ("never_saves", "no_checkpoint"),
 )
 loop(
     "loop-never-resumes",
     "own loop resumes",
     "loop_never_resumes.py",
     "a new process does not go on from the checkpoint",
-    ("resume", "weights_not_restored", "cursor_not_restored", "no_checkpoint"),
+    ("never_resumes", "resume", "weights_not_restored", "cursor_not_restored", "no_checkpoint"),
 )
 loop(
     "loop-weights-only",

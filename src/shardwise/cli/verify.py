@@ -17,6 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", metavar="NAME", help="verify this strategy instead of the config's")
     parser.add_argument("--steps", type=int, default=7, metavar="K", help="optimizer steps of every run (7)")
     parser.add_argument("--against", metavar="OTHER", help="compare with this config instead of with one process")
+    parser.add_argument(
+        "--quick", action="store_true", help="compare numbers and samples alone; the report lists what it leaves out"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
 
 
@@ -37,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         against=args.against,
         overrides=args.set,
         say=log.info,
+        quick=args.quick,
     )
     show(report.as_json() if args.json else report.as_text())
     return report.exit_code

@@ -74,6 +74,14 @@ _HOW = {
 FOLLOWED = 12
 """Steps that are taken from the same weights, of a model whose gradients can be kept for so many."""
 
+FEW_FOLLOWED = 4
+"""The same with --quick."""
+_LEFT_OUT = [
+    "evaluation (--quick): whether metrics are the same, and whether it changes anything",
+    "resume (--quick): nothing was killed",
+    "data in interpreters of their own (--quick): order of sets and hashes, order of files in a folder, the clock",
+]
+
 
 @dataclass(frozen=True)
 class _Following:
@@ -85,15 +93,6 @@ class _Following:
     """One process, with the last digits changed."""
     alone: RunSpec
     """One process on its own, which evaluates."""
-
-
-def _longer(probe: Probe) -> tuple[Plan, int]:
-    """The ragged step, and one epoch of more samples than the other runs see."""
-    plan, whole = probe.plan, probe.plan.batching.global_batch
-    most = min(FOLLOWED, max(3, WHOLE_ON_EVERY_RANK // max(1, probe.parameters)))
-    ragged, last = plan.window - plan.start, plan.window - 2 * whole
-    window = max(plan.window, min(probe.samples, (most - 2) * whole + max(1, last)))
-    return replace(plan, window=window, start=max(0, window - ragged)), min(most, 1 + -(-window // whole))
 
 
 class _Proof:
@@ -130,7 +129,11 @@ class _Proof:
     # ---------------------------------------------------------------- the runs
 
     def report(self) -> Report:
-        data = None if self.numbers_only else Background(self._data_spec(), self.request.hang_timeout)
+        data = (
+            None
+            if self.numbers_only or self.request.quick
+            else Background(self._data_spec(), self.request.hang_timeout)
+        )
         try:
             return self._report(data)
         finally:
@@ -162,7 +165,7 @@ class _Proof:
         killed = self._like(ranks, "killed ranks", kill_at=kill_at, watched=False)
         coverage = self._spec("coverage", kind="coverage", batches="whole", plan=plan)
         other = self._other(ranks, against) if against is not None else None
-        more = [other] if other else [coverage, *([killed] if fine else [])]
+        more = [other] if other else [coverage, *([killed] if fine and not self.request.quick else [])]
         more = [] if self.numbers_only else more
         said = f", and ranks that are killed by SIGKILL in step {kill_at}" if killed in more else ""
         self._say(f"one process again: reordered, and in the ranks' micro-batches{said}")
@@ -176,7 +179,7 @@ class _Proof:
         single, in_parts, *repeated = (figures_of(self.results[spec.name]) for spec in (one, split, *again))
         record = self.results[one.name].record()
         reference = in_parts if probe.by_batch_norm else single
-        tolerance = Tolerance.measured(reference, repeated, probe.precision, record["initial_weights"])
+        tolerance = Tolerance.measured(reference, repeated, probe.precision, record["initial_weights"], probe.exact)
 
         report = Report(self._about(probe, ranks))
         others = [self.results[spec.name].record() for spec in (split, *again)]
@@ -187,7 +190,7 @@ class _Proof:
         report.checks += data_checks
         if coverage in more:
             report.checks += self._coverage(coverage)
-        if following is not None and not self.numbers_only:
+        if following is not None and not self.numbers_only and not self.request.quick:
             report.checks += self._evaluation(probe, base, following)
         if killed in more:
             report.checks += self._resume(ranks, killed, probe, tolerance, record["initial_weights"])
@@ -251,8 +254,8 @@ class _Proof:
 
     def _step_by_step(self, probe: Probe, base: RunSpec, ranks: RunSpec) -> _Following:
         """One process goes ahead; others, and the ranks, take each of its steps from the same weights and moments."""
-        plan, steps = _longer(probe)
-        valid = 0 if self.numbers_only else 4 * plan.batching.global_batch + self.ranks + 1
+        plan, steps = self._longer(probe)
+        valid = 0 if self.numbers_only or self.request.quick else 4 * plan.batching.global_batch + self.ranks + 1
         leader = replace(
             self._like(base, "goes ahead", plan=plan, steps=steps, save_at=None, keep_every_step=True),
             valid_samples=valid,
@@ -276,6 +279,15 @@ class _Proof:
         self._run(mine, *again)
         self._must_run(*again)
         return _Following(leader, mine, again, alone)
+
+    def _longer(self, probe: Probe) -> tuple[Plan, int]:
+        """The ragged step, and one epoch of more samples than the other runs see."""
+        plan, whole = probe.plan, probe.plan.batching.global_batch
+        few = FEW_FOLLOWED if self.request.quick else FOLLOWED
+        most = min(few, max(3, WHOLE_ON_EVERY_RANK // max(1, probe.parameters)))
+        ragged, last = plan.window - plan.start, plan.window - 2 * whole
+        window = max(plan.window, min(probe.samples, (most - 2) * whole + max(1, last)))
+        return replace(plan, window=window, start=max(0, window - ragged)), min(most, 1 + -(-window // whole))
 
     def _spec(self, name: str, *, kind: Any = "train", world: int = 1, **more: Any) -> RunSpec:
         request = self.request
@@ -469,7 +481,8 @@ class _Proof:
         return lines + ([probe.clip_said] if probe.clip_said else [])
 
     def _not_looked_at(self, probe: Probe) -> list[str]:
-        window, steps = _longer(probe)[0].window, self.request.steps
+        (plan, followed), steps, quick = self._longer(probe), self.request.steps, self.request.quick
+        window = plan.window
         beyond = probe.samples - window
         return [
             "dropout: it is off in every run",
@@ -478,8 +491,9 @@ class _Proof:
                 if beyond
                 else []
             ),
-            f"steps after the first {steps}; gradients, after {_longer(probe)[1]} steps",
+            f"steps after the first {steps}; gradients, after {followed} steps",
             *([] if probe.held_out else ["evaluation: the task has no validation data"]),
+            *(_LEFT_OUT if quick else []),
             *([] if self.device == "cuda" else ["kernels of a GPU: everything ran on the CPU"]),
             f"strategies other than the one above{'' if self.ranks > 1 else ', and more than one rank'}",
             *([f"comm_hook {probe.comm_hook}"] if probe.comm_hook != "none" else []),

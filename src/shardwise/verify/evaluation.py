@@ -35,16 +35,27 @@ class Evaluation:
             return {}
         module = run.strategy.module
         plain, before = PlainState(run.task, {type(each) for each in module.modules()}), self._state()
+        held = attributes_of(module)
         try:
             metrics = run.evaluate()
             own = self._own
             now = self._state()
-            changed = [name for name in now if before.get(name) != now[name]] + plain.changed()
+            changed = [name for name in now if before.get(name) != now[name]]
+            attributes = [
+                name for name, each in attributes_of(module).items() if held.get(name) != each
+            ] + plain.changed()
             again = self._once_more() if thorough else metrics
             reseeded = thorough and len(self._states) > 1 and self._reseeded()
         except ShardwiseError as error:  # the same on every rank
             return {"error": str(error)}
-        return {"metrics": metrics, "again": again, "own": own, "changed": changed, "reseeded": reseeded}
+        return {
+            "metrics": metrics,
+            "again": again,
+            "own": own,
+            "changed": changed,
+            "attributes": attributes,
+            "reseeded": reseeded,
+        }
 
     def add(self, micro: MicroBatch, results: Mapping[str, Any]) -> None:
         """What one micro-batch gave."""
@@ -75,7 +86,7 @@ class Evaluation:
         )
 
     def _state(self) -> dict[str, str]:
-        """Fingerprints of this rank's weights, buffers, moments, attributes and settings."""
+        """Fingerprints of this rank's weights, buffers, moments and settings."""
         module = self.run.strategy.module
         names = {id(each): canonical(name) for name, each in module.named_parameters()}
         found = {f"weight {canonical(name)}": digest(local(each.detach())) for name, each in module.named_parameters()}
@@ -86,7 +97,7 @@ class Evaluation:
                 for key, value in values.items()
                 if isinstance(value, Tensor)
             }
-        return found | settings_of(module) | attributes_of(module)
+        return found | settings_of(module)
 
 
 def _generators() -> tuple[str, ...]:

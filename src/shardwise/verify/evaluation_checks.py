@@ -41,7 +41,7 @@ def check_evaluation(
         yield _failed(METRICS, Finding(Cause.EVALUATION_FAILS, f"one process: {mine['error']}"))
         return
     yield _unchanged(without, alone, ranks)
-    yield _metrics(leader, ranks, repeated, precision, samples, mine)
+    yield _metrics(leader, ranks, repeated, precision, samples, alone)
 
 
 def _unchanged(without: GroupResult, alone: GroupResult, ranks: GroupResult) -> Check:
@@ -62,16 +62,21 @@ def _unchanged(without: GroupResult, alone: GroupResult, ranks: GroupResult) -> 
             if row[key] != before[key]:
                 text = (
                     f"step {row['step']}: {key} is {row[key]!r} in one process that evaluated before step {at}, and "
-                    f"{before[key]!r} in one that did not"
+                    f"{before[key]!r} in one that did not{_attributes(alone)}"
                 )
                 cause = Cause.EVALUATION_CHANGES if row["step"] >= at else Cause.NOT_DETERMINISTIC
                 return _failed(UNCHANGED, Finding(cause, text, step=row["step"]))
     steps = len(without.steps[0]) - at + 1
     return _passed(
         UNCHANGED,
-        f"no weight, buffer, moment, attribute, setting or seed; the {steps} steps after it are, bit for bit, those of a run "
+        f"no weight, buffer, moment, frozen parameter or seed; the {steps} steps after it are, bit for bit, those of a run "
         "without",
     )
+
+
+def _attributes(group: GroupResult) -> str:
+    changed = group.record()["evaluation"]["attributes"]
+    return f". The evaluation changed {listed(changed)}" if changed else ""
 
 
 def _metrics(
@@ -80,13 +85,14 @@ def _metrics(
     repeated: Sequence[GroupResult],
     precision: str,
     samples: int,
-    alone: dict[str, Any],
+    group: GroupResult,
 ) -> Check:
+    alone = group.record()["evaluation"]
     if alone["metrics"] != alone["again"] and (name := _first_other(alone["metrics"], alone["again"])):
         text = (
             f"{name} is {alone['metrics'].get(name)!r}, and {alone['again'].get(name)!r} when they are evaluated again"
         )
-        return _failed(METRICS, Finding(Cause.EVALUATION_RANDOM, text))
+        return _failed(METRICS, Finding(Cause.EVALUATION_RANDOM, text + _attributes(group)))
     if not ranks.fine:
         finding = trouble_of(ranks)
         return _failed(METRICS, finding)

@@ -27,6 +27,8 @@ ULPS = 8.0
 """The tolerance is never below this many units in the last place of fp32, or one of a narrow type: its sums are made in fp32."""
 PROVES = 0.05
 """The share of what is compared that rounding may explain at most. A check with a larger tolerance proves nothing."""
+SAME_COMPUTATION = 1e-2
+"""A model that is further from itself in double precision computes something else there."""
 NOTHING = 1e-6
 """A gradient smaller than this share of the whole is nothing but rounding; where it leads a weight to is chance."""
 SMALL_SHARE = 1e-3
@@ -138,10 +140,20 @@ class Tolerance:
 
     @classmethod
     def measured(
-        cls, reference: Figures, others: Sequence[Figures], precision: str, start: Mapping[str, Tensor]
+        cls,
+        reference: Figures,
+        others: Sequence[Figures],
+        precision: str,
+        start: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
     ) -> Tolerance:
+        """`exact`: the gradients of step 1 in double precision, where there are any."""
         floor, factor = floor_of(precision), factor_of(precision)
         grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
+        if exact and not is_narrow(
+            precision
+        ):  # of a narrow type, it is far less than what a change of last digits does
+            grads.append(gradients_apart(reference.gradients, exact))
         whole = [together(other.gradients, reference.gradients) for other in others]
 
         def limits_of_weights(step: int) -> dict[str, float]:
@@ -164,7 +176,7 @@ class Tolerance:
             _by_parameter(grads, floor, factor, together=is_narrow(precision)),
             factor * max(whole, default=0.0),
             {step: limits_of_weights(step) for step in reference.weights},
-            max((value for each in grads for value in each.values()), default=0.0),
+            loudest,
         )
 
 

@@ -68,6 +68,8 @@ class Probe:
     norm: float
     gradients: Gradients
     """Of the first global batch: the loss of all its samples at once, divided by what they count."""
+    exact: Gradients
+    """The same in double precision; empty where the model does not allow it."""
     shares: list[Share]
     ids: list[int]
     """The samples of the first batch, by the order itself."""
@@ -141,6 +143,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         count=whole.count,
         norm=norm,
         gradients=gradients,
+        exact=plain.in_double(ids) if elements <= MOST_ELEMENTS else {},
         shares=[
             Share(rank, micro, len(part), found.count, found.gradients)
             for rank, micro, part in pieces
@@ -335,6 +338,18 @@ class _Batch:
         # A loss that divides by something of its own has another count too.
         counts = self.gradient(ids).count / max(1, sum(self.gradient(part).count for part in parts))
         return _apart({name: each * counts for name, each in total.items()}, whole)
+
+    def in_double(self, ids: Indices) -> Gradients:
+        """What the gradient would be without rounding; empty where something in it is not made for that."""
+        other = copy.copy(self)
+        try:
+            other.model = copy.deepcopy(self.model).double()
+            other.precision = Precision("32-true", self.run.world.device.type)
+            inputs = _map_tensors(self.read(ids), lambda each: each.double() if each.is_floating_point() else each)
+            found = other.gradient(ids, inputs=inputs)
+        except Exception:
+            return {}
+        return {name: each / found.count for name, each in found.gradients.items()}
 
     def frozen(self) -> _Batch:
         """Batch norm uses its running statistics: no sample knows of another any more."""

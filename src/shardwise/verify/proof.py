@@ -30,6 +30,7 @@ def verify(
     planted: str | None = None,
     hang_timeout: float = TO_STEP,
     say: Callable[[str], None] = lambda line: None,
+    quick: bool = False,
 ) -> Report:
     """What each argument means is said in request.py."""
     began = time.monotonic()
@@ -45,6 +46,6 @@ def verify(
 
     from shardwise.verify.conduct import conduct  # torch: imported while the server does the same
 
-    request = Request(mine, other, ranks, strategy, steps, planted, hang_timeout, say, began)
+    request = Request(mine, other, ranks, strategy, steps, planted, hang_timeout, say, began, quick)
     with scratch_folder("shardwise-verify-") as folder:
         return conduct(request, folder)

@@ -51,3 +51,5 @@ class Request:
     say: Callable[[str], None]
     began: float
     """Of time.monotonic."""
+    quick: bool = False
+    """Numbers and samples alone, in fewer steps."""

@@ -12,7 +12,7 @@ from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.contents import first_difference
 from shardwise.verify.formatting import figure, listed, module_of
-from shardwise.verify.measure import floor_of, gradients_apart
+from shardwise.verify.measure import SMALL_SHARE, floor_of, gradients_apart, norm_of
 from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.report import Finding
 
@@ -37,6 +37,9 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         gap = _distance(both.run.gradients, wrong())
         if gap < near:
             return Finding(cause, f"{text}. They are, to {figure(gap)}, {story}", first, step=1, amount=bad[first])
+    if (buffers := both.probe.buffers_in_gradient) and not both.split:
+        text += f". The gradient depends on {listed(buffers)}, which every forward pass moves: on the ranks by other samples"
+        return Finding(Cause.OWN_BUFFERS, text, buffers[0], step=1, amount=bad[first])
     ratio = _common_ratio(both.run.gradients, both.reference.gradients)
     if ratio is not None:
         return Finding(
@@ -44,6 +47,15 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         )
     if odd := _on_some_ranks(both, text, bad):
         return odd
+    if (found := _as_weighted_sum(both, near)) is not None:
+        return Finding(found[0], f"{text}. {found[1]}", first, step=1, amount=bad[first])
+    whole = norm_of(both.reference.gradients)
+    counts = [
+        name for name, each in both.reference.gradients.items() if float(each.float().norm()) > SMALL_SHARE * whole
+    ]
+    if counts and set(counts) <= set(bad):
+        text += ". It is so for every parameter that counts, and on every rank"
+        return Finding(Cause.ALL_GRADIENTS, text, first, step=1, amount=bad[first])
     if len(bad) < len(differences):
         text += f". The other {len(differences) - len(bad)} are right; wrong are {listed(list(bad))}"
     return Finding(Cause.GRADIENTS, text, first, step=1, amount=bad[first])
@@ -95,6 +107,40 @@ def _on_some_ranks(both: Compared, text: str, bad: dict[str, float]) -> Finding 
         f"({name}: {figure(gap)} apart), those of {_ranks(right)} are"
     )
     return Finding(Cause.RANKS_COMPUTE_DIFFERENTLY, text, name, wrong[0], 1, gap)
+
+
+def _as_weighted_sum(both: Compared, near: float) -> tuple[Cause, str] | None:
+    """Whether the gradient is a sum of the micro-batches' own, with weights that are not alike; and what the weights tell."""
+    parts, count = both.probe.shares, both.probe.count
+    if len(parts) < 2:
+        return None
+    names = [name for name in both.run.gradients if any(name in part.gradients for part in parts)]
+    zero = {name: torch.zeros_like(both.run.gradients[name]).float() for name in names}
+    columns = [
+        torch.cat([(part.gradients.get(name, zero[name]) / count).flatten().double() for name in names])
+        for part in parts
+    ]
+    observed = torch.cat([both.run.gradients[name].float().flatten().double() for name in names])
+    matrix = torch.stack(columns, dim=1)
+    weights = torch.linalg.lstsq(matrix, observed[:, None]).solution.flatten()
+    if not float((matrix @ weights - observed).norm()) <= 10 * near * float(observed.norm()):
+        return None
+    told = ", ".join(
+        f"rank {part.rank}, micro-batch {part.micro + 1}: {float(weight):.3g}"
+        for part, weight in list(zip(parts, weights, strict=True))[:8]
+    )
+    sums = {part.rank: torch.zeros_like(observed) for part in parts}
+    by_rank: dict[int, list[float]] = {}
+    for part, weight, column in zip(parts, weights, columns, strict=True):
+        sums[part.rank] += column
+        by_rank.setdefault(part.rank, []).append(float(weight))
+    alike = all(max(mine) - min(mine) < 1e-2 * abs(mine[0]) for mine in by_rank.values())
+    small = [rank for rank, mine in by_rank.items() if mine[0] < 0.99]
+    left = [by_rank[rank][0] * float(sums[rank].norm()) for rank in small]
+    if alike and len(small) > 1 and max(left) - min(left) < 1e-2 * max(left):
+        text = f"What {_ranks(small)} gave has the same norm on each, {left[0]:.3g}, though their gradients have not"
+        return Cause.CLIPPED_BEFORE_REDUCED, text
+    return Cause.UNEVEN_WEIGHTS, f"They are the micro-batches' own, added up with other weights than 1: {told}"
 
 
 def _weighted_sum(all_of: Sequence[Gradients], weight: float) -> Gradients:
