@@ -150,10 +150,13 @@ class Tolerance:
         """`exact`: the gradients of step 1 in double precision, where there are any."""
         floor, factor = floor_of(precision), factor_of(precision)
         grads = [gradients_apart(other.gradients, reference.gradients) for other in others]
+        loudest = max((value for each in grads for value in each.values()), default=0.0)
         if exact and not is_narrow(
             precision
         ):  # of a narrow type, it is far less than what a change of last digits does
-            grads.append(gradients_apart(reference.gradients, exact))
+            error = gradients_apart(reference.gradients, exact)
+            if max(error.values()) < SAME_COMPUTATION:
+                grads.append(error)
         whole = [together(other.gradients, reference.gradients) for other in others]
 
         def limits_of_weights(step: int) -> dict[str, float]:
