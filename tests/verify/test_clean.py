@@ -71,6 +71,24 @@ def test_a_buffer_of_a_ranks_own_samples_that_no_gradient_depends_on_is_noted(st
     assert "after step 1, norm.mean on rank 1 is not that of rank 0" in named(report, "running buffers").detail
 
 
+@pytest.mark.parametrize("task", ["Looking", "Counting"])
+def test_attributes_that_no_number_depends_on_are_no_failure(task: str, tmp_path: Path) -> None:
+    report = verify(write(tmp_path, f"tests.verify.toys:{task}"))
+    assert report.passed, report.as_text()
+
+
+def test_the_quick_proof_says_what_it_leaves_out(tmp_path: Path) -> None:
+    report = verify(write(tmp_path), quick=True)
+    assert report.passed, report.as_text()
+    assert {check.group for check in report.checks} == {"parity", "coverage", "agreement"}
+    left_out = [line for line in report.not_looked_at if "--quick" in line]
+    assert [line.partition(" (")[0] for line in left_out] == [
+        "evaluation",
+        "resume",
+        "data in interpreters of their own",
+    ]
+
+
 def test_frozen_parameters_are_no_failure(tmp_path: Path) -> None:
     report = verify(write(tmp_path, "tests.verify.toys:Frozen"), strategy="fsdp")
     assert report.passed, report.as_text()

@@ -59,6 +59,18 @@ PLANTED = [
     ("nothing", "tests.verify.toys:Mean", "ddp", Cause.LOSS_IS_NO_SUM),
     ("nothing", "tests.verify.toys:Overlapping", "ddp", Cause.OVERLAP),
     ("nothing", "tests.verify.toys:DrawsPerBatch", "ddp", Cause.ORDER_MATTERS),
+    ("nothing", "tests.verify.toys:FromASet", "ddp", Cause.DATA_BY_HASH),
+    ("nothing", "tests.verify.toys:FromAFolder", "ddp", Cause.DATA_BY_LISTING),
+    ("nothing", "tests.verify.toys:SlowAndByRank", "ddp", Cause.DATA_BY_RANK),
+    ("nothing", "tests.verify.toys:Freezing", "ddp", Cause.EVALUATION_CHANGES),
+    ("nothing", "tests.verify.toys:Switching", "ddp", Cause.EVALUATION_CHANGES),
+    ("nothing", "tests.verify.toys:Reseeding", "ddp", Cause.EVALUATION_CHANGES),
+    ("nothing", "tests.verify.toys:CountedOnRankZero", "ddp", Cause.METRIC_OF_SOME_RANKS),
+    ("nothing", "tests.verify.toys:MeanOfMicroBatches", "fsdp", Cause.METRIC_DIFFERS),
+    ("nothing", "tests.verify.toys:AddingUp", "ddp", Cause.EVALUATION_RANDOM),
+    ("nothing", "tests.verify.toys:Normalising", "ddp", Cause.HIDDEN_STATE),
+    ("nothing", "tests.verify.toys:WithReplacement", "ddp", Cause.REPEATED),
+    ("nothing", "tests.verify.toys:RareMean", "ddp", Cause.LOSS_IS_NO_SUM),
 ]
 
 
@@ -98,7 +110,9 @@ def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, GroupResult]]:
         known = {spec.name: _known[*key, spec.name] for spec in specs if (*key, spec.name) in _known}
         done = run_groups([spec for spec in specs if spec.name not in known], at_once, hang_timeout=hang_timeout)
         for name, result in done.items():
-            if result.spec.world == 1 and not result.spec.resume and result.fine:
+            alone = result.spec.world == 1 and not result.spec.resume
+            followed = result.spec.keep_every_step or result.spec.follow  # what it left in its folder is needed, too
+            if alone and not followed and result.fine:
                 assert result.records  # read now: their folder goes with the run
                 _known[*key, name] = result
         return known | done
@@ -178,6 +192,12 @@ def test_of_a_strategy_that_says_so_differences_in_numbers_are_noted_and_all_els
     assert (status["agreement weights"], status["resume resumed on 1 rank(s)"]) == ("note", "note")
     for name in ("parity initial weights", "parity samples", "resume killed and resumed", "agreement branches"):
         assert status[name] == "pass", report.as_text()
+
+
+def test_samples_that_are_copies_of_others_leave_open_whether_each_is_used_once(tmp_path: Path) -> None:
+    report = run(tmp_path, "nothing", "tests.verify.toys:EveryOther")
+    assert report.answer == "not proved", report.as_text()
+    assert "26 are copies of another, 1 of 0 for example" in report.as_text()
 
 
 LOOP = """

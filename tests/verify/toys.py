@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -138,3 +142,157 @@ class Frozen(Ragged):
         model: Any = super().build_model()
         model.layers[0].requires_grad_(False)
         return model
+
+
+# ---------------------------------------------------------------- data that each rank makes otherwise
+
+
+class FromASet(Ragged):
+    """Tokens are numbered in the order of a set of words, which is each process's own."""
+
+    def train_data(self) -> list[Tensor]:
+        numbers = {word: number for number, word in enumerate({f"word {number}" for number in range(self.vocabulary)})}
+        order = torch.tensor([numbers[f"word {number}"] for number in range(self.vocabulary)])
+        return [order[each] for each in super().train_data()]
+
+
+class FromAFolder(Ragged):
+    """Samples come in the order in which a folder gives its files."""
+
+    def train_data(self) -> list[Tensor]:
+        data = super().train_data()
+        with TemporaryDirectory() as folder:
+            for number, each in enumerate(data):
+                torch.save(each, Path(folder) / f"{number}.pt")
+            return [torch.load(file) for file in Path(folder).iterdir()]
+
+
+class SlowAndByRank(Ragged):
+    """Takes so long to make that it is made once for most runs; and every rank adds something of its own."""
+
+    def train_data(self) -> list[Tensor]:
+        time.sleep(1.2)
+        return [(each + int(os.environ["RANK"])) % self.vocabulary for each in super().train_data()]
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+class Freezing(Ragged):
+    """Freezes the first block to evaluate it, and forgets to set it free."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        next(model.parameters()).requires_grad_(False)
+        return {**super().evaluate(model, batch)}
+
+
+class Switching(Ragged):
+    """Evaluates without smoothing, by a switch that stays off."""
+
+    smoothing = 0.3
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.sum * (1 - self.smoothing), loss.count)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        self.smoothing = 0.0
+        return {**super().evaluate(model, batch)}
+
+
+class Reseeding(Ragged):
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        return {**super().evaluate(model, batch)}
+
+
+class CountedOnRankZero(Ragged):
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        loss: Any = super().evaluate(model, batch)["loss"]
+        mine = int(os.environ["RANK"] == "0")
+        return {"loss": loss, "bits": Loss(loss.sum * 1.4427 * mine, loss.count * mine)}
+
+
+class MeanOfMicroBatches(Ragged):
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        loss: Any = super().evaluate(model, batch)["loss"]
+        return {"loss": loss, "bits": Loss(loss.sum / loss.count * 1.4427, 1)}
+
+
+class AddingUp(Ragged):
+    """A metric that is never set to zero."""
+
+    total = 0.0
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        loss: Any = super().evaluate(model, batch)["loss"]
+        self.total += float(loss.sum)
+        return {"loss": loss, "all": Loss(torch.tensor(self.total), loss.count)}
+
+
+class Looking(Ragged):
+    """Keeps the last validation batch for a picture: nothing is wrong with that. It draws, too."""
+
+    last: Any = None
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        self.last = batch
+        torch.rand(3)
+        return {**super().evaluate(model, batch)}
+
+
+# ---------------------------------------------------------------- state, and what begins late
+
+
+class Normalising(Ragged):
+    """The loss is divided by a running mean of itself, in an attribute of the task."""
+
+    mean = 1.0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch)
+        self.mean = 0.9 * self.mean + 0.1 * float(loss.sum.detach() / loss.count)
+        return Loss(loss.sum / self.mean, loss.count)
+
+
+class Counting(Ragged):
+    """Counts its calls, which no number depends on."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        self.calls += 1
+        return super().loss(model, batch)
+
+
+class RareMean(Ragged):
+    """Where a rare sample is in the micro-batch, the loss is its mean times eight. The first step has none."""
+
+    rare = 28
+    """A token that few sequences begin with."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        loss = super().loss(model, batch)
+        if bool((batch["ids"][:, 0] == self.rare).any()):
+            return Loss(loss.sum / loss.count * 8, loss.count)
+        return loss
+
+
+class WithReplacement(Ragged):
+    """The data set draws which sample it gives."""
+
+    def train_data(self) -> list[Tensor]:
+        return _Drawing(super().train_data())
+
+
+class _Drawing(list[Tensor]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(int(torch.randint(len(self), ())))
+
+
+class EveryOther(Ragged):
+    """A mistake in the index: half of the samples never come, the others twice."""
+
+    def train_data(self) -> list[Tensor]:
+        data = super().train_data()
+        return [data[index // 2 * 2] for index in range(len(data))]

@@ -188,9 +188,9 @@ class Reader:
         counts = [int(self.count(each)) if size else 0 for size, each in zip(work.sizes, inputs, strict=True)]
         return Loaded(work.sizes, counts, whole)
 
-    def micro_batch(self, ids: Indices) -> Any:
-        """The inputs of one micro-batch of these samples, as a step of the first epoch gets them: for a look ahead."""
-        loaded = self.read(Work(ids, (len(ids),), epoch=0))
+    def micro_batch(self, ids: Indices, epoch: int = 0) -> Any:
+        """The inputs of one micro-batch of these samples, as a step of this epoch gets them: for a look ahead."""
+        loaded = self.read(Work(ids, (len(ids),), epoch))
         return self._joined(self._taken_apart(loaded.sizes, loaded.inputs))
 
     def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:

@@ -3,6 +3,7 @@ of them is validated on."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from shardwise.data.order import Indices
 from shardwise.engine.run import Run
 from shardwise.verify.causes import Cause
 from shardwise.verify.contents import contents_of
-from shardwise.verify.report import Check, Finding, failed, noted, passed
+from shardwise.verify.measure import PROVES
+from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
 from shardwise.verify.run_spec import RunSpec
 
 _passed, _noted = partial(passed, "coverage"), partial(noted, "coverage")
@@ -25,6 +27,12 @@ MOST_SAMPLES = 50_000
 """Of a larger data set, the loader hands out this many from the end of each epoch."""
 MOST_COMPARED = 1_000
 """Samples of each part whose contents are compared."""
+FEW_KINDS = 0.3
+"""Where fewer of the samples are different ones, nothing is made of one that is like another in the next epoch."""
+MOST_DRAWN = 100
+"""Samples that are read once more, for the second epoch."""
+LONGEST = 10.0
+"""Seconds for each of these."""
 FEWEST_BYTES = 8
 """Shorter arrays are labels or numbers, not contents."""
 
@@ -54,6 +62,12 @@ class Coverage:
     compared: tuple[int, int] = (0, 0)
     overlap: list[tuple[int, int]] = field(default_factory=list)
     """Pairs (training sample, validation sample) with the same contents."""
+    read: int = 0
+    """Training samples that were compared with each other."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of training samples with the same contents."""
+    drawn: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs: in the second epoch the first one is what the other was in the first epoch."""
 
 
 def cover(run: Run, asked: Config, spec: RunSpec) -> Coverage:
@@ -75,11 +89,12 @@ def cover(run: Run, asked: Config, spec: RunSpec) -> Coverage:
         before = before or found
         result.handed.append(handed)
     result.compared, result.overlap = _overlap(run)
+    result.read, result.copies, result.drawn = _copies(run)
     return result
 
 
 def check_coverage(coverage: Coverage, ranks: int) -> list[Check]:
-    return [_once(coverage, ranks), _reshuffled(coverage), _disjoint(coverage)]
+    return [_once(coverage, ranks), _distinct(coverage), _reshuffled(coverage), _disjoint(coverage)]
 
 
 def _once(coverage: Coverage, ranks: int) -> Check:
@@ -107,6 +122,30 @@ def _once(coverage: Coverage, ranks: int) -> Check:
         f"{coverage.samples} samples{some}, {coverage.epochs} epochs, over {ranks} rank(s), with {workers} workers each"
     )
     return _passed(name, text)
+
+
+def _distinct(coverage: Coverage) -> Check:
+    name = "samples distinct"
+    if coverage.drawn:
+        index, other = coverage.drawn[0]
+        text = (
+            f"{len(coverage.drawn)} of {min(coverage.read, MOST_DRAWN)} samples are another one in the second epoch: sample {index} "
+            f"is then what sample {other} was in the first. The data set draws which sample it gives, so some come twice and some never"
+        )
+        return _failed(name, Cause.REPEATED, text)
+    few = len(coverage.copies) <= PROVES * coverage.read
+    text = f"{coverage.read} of {coverage.samples} training samples compared with each other"
+    if not coverage.copies:
+        return _passed(name, f"{text}: no two are the same")
+    index, other = coverage.copies[0]
+    text += f": {len(coverage.copies)} are copies of another, {index} of {other} for example"
+    if few:
+        return _noted(name, text)
+    why = (
+        f"That is more than {PROVES:.0%}, and looks like an index that gives some samples twice and others never. Without copies "
+        "in the data it would be proved; if they are meant to be there, nothing is wrong"
+    )
+    return unproved("coverage", name, text, why)
 
 
 def _reshuffled(coverage: Coverage) -> Check:
@@ -201,19 +240,60 @@ def _overlap(run: Run) -> tuple[tuple[int, int], list[tuple[int, int]]]:
         return (0, 0), []
     mine, held = _some(len(train)), _some(len(valid))
     seen: dict[str, dict[str, int]] = {}
-    for index in mine:
+    began = time.monotonic()
+    for number, index in enumerate(mine):
+        if time.monotonic() - began > LONGEST:
+            mine = mine[:number]
+            break
         for place, contents in _contents(train, index).items():
             seen.setdefault(place, {}).setdefault(contents, index)
     telling = {place: found for place, found in seen.items() if len(found) > 0.9 * len(mine)}
     pairs = []
-    for index in held:
+    for number, index in enumerate(held):
+        if time.monotonic() - began > 2 * LONGEST:
+            held = held[:number]
+            break
         found = _contents(valid, index)
         pairs += [(telling[p][found[p]], index) for p in telling if p in found and found[p] in telling[p]][:1]
     return (len(mine), len(held)), pairs
 
 
+def _copies(run: Run) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """How many training samples were compared; which are the same, and which are another one in the next epoch."""
+    data, task = run.train_data, run.task
+    reader = Reader(data, task.collate, task.count, run.config.seed)
+    began, copies = time.monotonic(), []
+    read: dict[int, str] = {}
+    first: dict[str, int] = {}
+    for index in _some(len(data)):
+        contents = read[index] = _whole(reader.micro_batch(np.array([index])))
+        if first.setdefault(contents, index) != index:
+            copies.append((index, first[contents]))
+        if time.monotonic() - began > LONGEST:
+            break
+    drawn: list[tuple[int, int]] = []
+    if len(first) < FEW_KINDS * len(read):  # by chance, one is like another
+        return len(read), copies, drawn
+    for index in list(read)[:MOST_DRAWN]:
+        again = _whole(reader.micro_batch(np.array([index]), epoch=1))
+        if again != read[index] and again in first:
+            drawn.append((index, first[again]))
+        if time.monotonic() - began > 2 * LONGEST:
+            break
+    often = len(drawn) >= FEW_KINDS * min(len(read), MOST_DRAWN)
+    return len(read), copies, drawn if often else []
+
+
+def _whole(inputs: Any) -> str:
+    return repr(sorted(contents_of(inputs).items()))
+
+
 def _some(size: int) -> list[int]:
-    return list(range(size)) if size <= MOST_COMPARED else np.linspace(0, size - 1, MOST_COMPARED).astype(int).tolist()
+    """All, or half of them side by side and half of them spread."""
+    if size <= MOST_COMPARED:
+        return list(range(size))
+    half = MOST_COMPARED // 2
+    return [*range(half), *np.unique(np.linspace(half, size - 1, half).astype(int)).tolist()]
 
 
 def _contents(data: Any, index: int) -> dict[str, str]:

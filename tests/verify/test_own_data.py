@@ -1,0 +1,74 @@
+"""Data that each rank makes by itself: the same, or which is other; and folders that give their files in another order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.verify.causes import Cause
+from shardwise.verify.own_data import check_data, difference, listed_in
+
+
+def record(training: list[str], validation: list[str] | None = None) -> dict[str, Any]:
+    parts = {"training": training, "validation": validation}
+    return {
+        "sizes": {name: None if part is None else len(part) for name, part in parts.items()},
+        "samples": {name: {i: {"": each} for i, each in enumerate(part or [])} for name, part in parts.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([record(["a", "b"]), record(["a", "b"])], None),
+        ([record(["a", "b"]), record(["a", "c"])], (1, "another training sample 1 than rank 0 (the tensor itself)")),
+        ([record(["a"]), record(["a"]), record(["a", "b"])], (2, "2 training samples, where rank 0 has 1")),
+        (
+            [record(["a"], ["x"]), record(["a"], ["y"])],
+            (1, "another validation sample 0 than rank 0 (the tensor itself)"),
+        ),
+        ([record(["a"], ["x"]), record(["a"])], (1, "None validation samples, where rank 0 has 1")),
+    ],
+)
+def test_the_rank_and_the_sample_that_are_other_are_named(ranks: Any, expected: tuple[int, str] | None) -> None:
+    assert difference(ranks) == expected
+
+
+def test_what_was_not_read_by_both_is_not_compared() -> None:
+    """Reading stops after a while."""
+    cut_short = record(["a", "b"])
+    del cut_short["samples"]["training"][1]
+    assert difference([cut_short, record(["a", "c"])]) is None
+
+
+def test_without_a_factor_that_explains_it_the_rank_does() -> None:
+    other = [record(["a"]), record(["b"])]
+    finding = check_data(other, []).finding
+    assert finding is not None and (finding.cause, finding.rank) == (Cause.DATA_BY_RANK, 1)
+    finding = check_data(other, [(Cause.DATA_BY_HASH, ". With another hash seed, too")]).finding
+    assert finding is not None and finding.cause is Cause.DATA_BY_HASH and "hash seed" in finding.what
+    assert check_data([record(["a"]), record(["a"])], []).status == "pass"
+
+
+@pytest.mark.parametrize("order", ["reversed", "2", "3"])
+def test_a_folder_gives_the_same_files_in_another_order(order: str, tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / name).touch()
+    names = sorted(os.listdir(tmp_path))
+    with listed_in(order):
+        listed = [
+            os.listdir(tmp_path),
+            [each.name for each in os.scandir(tmp_path)],
+            [each.name for each in tmp_path.iterdir()],
+            [each.name for each in tmp_path.glob("*")],
+            [Path(each).name for each in glob.glob(f"{tmp_path}/*")],  # noqa: PTH207
+            *[files for _, _, files in os.walk(tmp_path)],
+        ]
+        with os.scandir(tmp_path) as entries:
+            assert next(entries).name == listed[0][0]
+    assert all(each != names and sorted(each) == names for each in listed)
+    assert sorted(os.listdir(tmp_path)) == names
