@@ -69,10 +69,6 @@ class Cause(Enum):
         "a trainable parameter gets no gradient",
         "a detach(), a no_grad() or .data in its path; freeze it if that is meant",
     )
-    ENGINE_STEP = Text(
-        "one process on its own does not compute what plain PyTorch does",
-        "the training step itself: how the loss is divided, which parameters the optimizer holds",
-    )
     TIED_WEIGHT_SPLIT = Text(
         "a tied weight was split: two names that were one parameter are two after spreading",
         "how the model is spread: tied modules must stay in one unit, and be moved together",
@@ -108,6 +104,10 @@ class Cause(Enum):
     RANKS_COMPUTE_DIFFERENTLY = Text(
         "some ranks compute something else than the others: not what one process gets from the same samples",
         "what only some ranks run in the model or the loss: a term of the loss behind `if rank == 0`, a block that is run twice",
+    )
+    ENGINE_STEP = Text(
+        "one process on its own does not compute what plain PyTorch does",
+        "the training step itself: how the loss is divided, which parameters the optimizer holds",
     )
     MEAN_OF_MEANS = Text(
         "mean of means: each rank or micro-batch divides its loss by its own count",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from shardwise.verify.names import canonical
 
 
 def contents_of(value: Any, fewest_bytes: int = 1) -> dict[str, str]:
@@ -34,12 +36,20 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """On the host, put together where they are sharded. All ranks come here together."""
+    parts = ((name, each.detach()) for name, each in named)
+    gathered = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in parts)
+    return {canonical(name): each.cpu().clone() for name, each in gathered}
+
+
 def digest(tensor: Tensor) -> str:
     return hashlib.blake2b(_bytes(tensor).tobytes(), digest_size=16).hexdigest()
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # Cloned: storage that numpy has seen cannot be given back and taken anew, as fully_shard does (torch 2.13).
+    return tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8).numpy()
 
 
 def _walk(value: Any, place: str, found: dict[str, str], fewest: int) -> None:

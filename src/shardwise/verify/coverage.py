@@ -129,8 +129,8 @@ def _distinct(coverage: Coverage) -> Check:
     if coverage.drawn:
         index, other = coverage.drawn[0]
         text = (
-            f"{len(coverage.drawn)} of {min(coverage.read, MOST_DRAWN)} samples are another one in the second epoch: {index} is then "
-            f"what {other} was in the first. The data set draws which one it gives, so some come twice and some never"
+            f"{len(coverage.drawn)} of {min(coverage.read, MOST_DRAWN)} samples are another one in the second epoch: {index} is "
+            f"then what {other} was in the first. The data set draws which one it gives, so some come twice and some never"
         )
         return _failed(name, Cause.REPEATED, text)
     few = len(coverage.copies) <= PROVES * coverage.read

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from shardwise.data.loader import MicroBatch
+from shardwise.data.seeding import seed_everything
 from shardwise.engine.run import Run
 from shardwise.errors import ShardwiseError
 from shardwise.tasks import Loss
-from shardwise.verify.contents import digest, local
+from shardwise.verify.contents import digest, local, whole
 from shardwise.verify.names import canonical
 from shardwise.verify.plain_state import PlainState, attributes_of, settings_of
 
@@ -24,9 +25,11 @@ class Evaluation:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._names = {id(each): canonical(name) for name, each in run.strategy.module.named_parameters()}
         self._own: dict[str, list[float]] = {}
-        self._states: list[tuple[str, ...]] = []
-        self._shift = False
+        self._seeds: tuple[int, ...] = ()
+        """To evaluate one micro-batch with."""
+        self._reseeds = False
 
     def look(self, *, thorough: bool) -> dict[str, Any]:
         """`thorough`: whether it gives the same once more, and leaves the seeds alone. No other ranks may be there."""
@@ -45,7 +48,7 @@ class Evaluation:
                 name for name, each in attributes_of(module).items() if held.get(name) != each
             ] + plain.changed()
             again = self._once_more() if thorough else metrics
-            reseeded = thorough and len(self._states) > 1 and self._reseeded()
+            reseeded = thorough and self._reseeds_anything()
         except ShardwiseError as error:  # the same on every rank
             return {"error": str(error)}
         return {
@@ -65,45 +68,36 @@ class Evaluation:
                     total = self._own.setdefault(name, [0.0, 0.0])
                     total[0] += float(each.sum)
                     total[1] += float(each.count)
-        self._states.append(_generators())
-        if self._shift and len(self._states) == 1:
-            random.random(), np.random.random(), torch.rand(1)
+        if self._seeds:
+            seeds, self._seeds = self._seeds, ()
+            one, other = (self._drawn_after(micro, seed) for seed in seeds)
+            self._reseeds = any(mine == theirs for mine, theirs in zip(one, other, strict=True))
 
     def _once_more(self) -> dict[str, float] | None:
-        self._own, self._states = {}, []
+        self._own = {}
         return self.run.evaluate()
 
-    def _reseeded(self) -> bool:
-        """Whether what is drawn before makes no difference to what is drawn after a micro-batch: then a seed was set in it."""
-        before = self._states
-        self._shift = True
+    def _reseeds_anything(self) -> bool:
+        """Whether what was drawn before a micro-batch makes no difference to what is drawn after it: a seed was set in it."""
+        self._seeds = (1, 2)
         self._once_more()
-        self._shift = False
-        return any(
-            one == other
-            for pair in zip(before[1:], self._states[1:], strict=True)
-            for one, other in zip(*pair, strict=True)
-        )
+        return self._reseeds
+
+    def _drawn_after(self, micro: MicroBatch, seed: int) -> list[str]:
+        seed_everything(seed)
+        self.run.parts.task.evaluate(self.run.model, micro.inputs)
+        return [digest(torch.get_rng_state()), repr(random.random()), repr(np.random.random())]
 
     def _state(self) -> dict[str, str]:
-        """Fingerprints of this rank's weights, buffers, moments and settings."""
+        """Fingerprints of weights, buffers, moments and settings. Weights as a whole: an evaluation under fsdp leaves some put
+        together."""
         module = self.run.strategy.module
-        names = {id(each): canonical(name) for name, each in module.named_parameters()}
-        found = {f"weight {canonical(name)}": digest(local(each.detach())) for name, each in module.named_parameters()}
+        found = {f"weight {name}": digest(each) for name, each in whole(module.named_parameters()).items()}
         found |= {f"buffer {canonical(name)}": digest(local(each)) for name, each in module.named_buffers()}
         for each, values in self.run.parts.optimizer.state.items():
             found |= {
-                f"{key} of {names.get(id(each), 'a parameter')}": digest(local(value))
+                f"{key} of {self._names.get(id(each), 'a parameter')}": digest(local(value))
                 for key, value in values.items()
                 if isinstance(value, Tensor)
             }
         return found | settings_of(module)
-
-
-def _generators() -> tuple[str, ...]:
-    state = np.random.get_state()
-    return (
-        digest(torch.get_rng_state()),
-        repr((state[0], hash(state[1].tobytes()), *state[2:])),  # type: ignore[index]
-        str(hash(random.getstate())),
-    )

@@ -115,7 +115,7 @@ def _digest(value: Any, depth: int) -> str | None:
     if isinstance(value, Tensor):
         if value.is_meta or value.numel() * value.element_size() > MOST_BYTES:
             return None
-        return _hash(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return _hash(value.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(value, nn.Module):  # beside the model: a teacher
         tensors = [each.data for each in (*value.parameters(), *value.buffers())]
         few = sum(each.nbytes for each in tensors) <= MOST_BYTES and not any(each.is_meta for each in tensors)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.config import Config
 from shardwise.data import Cursor, GlobalOrder, StepBatch
@@ -25,7 +24,7 @@ from shardwise.engine.observers import Data, Rehearsal
 from shardwise.engine.run import Run
 from shardwise.engine.step_result import StepResult
 from shardwise.tasks import Task
-from shardwise.verify.contents import contents_of, digest, digests, local
+from shardwise.verify.contents import contents_of, digest, digests, local, whole
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.evaluation import Evaluation
 from shardwise.verify.measure import rounding_of
@@ -40,7 +39,6 @@ WHOLE_ON_EVERY_RANK = 30_000_000
 """Elements of a model up to which every rank writes its tensors down; above, rank 0 does, and the others fingerprints."""
 Look = Callable[[Run, Config, RunSpec], Any]
 """(run, config as the user wrote it, spec) → what there is to know before the first step."""
-Named = Iterable[tuple[str, Tensor]]
 
 
 class Finished(Exception):
@@ -107,13 +105,13 @@ class Recorder(Rehearsal):
             "strategy": run.strategy.name,
             "unequal": run.strategy.unequal,
             "tied": tied_names(module),
-            "constants": digests(_whole(module.named_buffers())),  # none has changed yet
+            "constants": digests(whole(module.named_buffers())),  # none has changed yet
         }
         if self.spec.watched and _elements(module) <= WHOLE_ON_EVERY_RANK:
             self._own_gradients = OwnGradients(module)
 
     def before_first_batch(self, run: Run) -> None:
-        weights = _whole(run.strategy.module.named_parameters())  # a program may have loaded its own
+        weights = whole(run.strategy.module.named_parameters())  # a program may have loaded its own
         self.record |= {"initial": digests(weights), "initial_weights": self._kept(weights)}
         if self.look is not None:
             assert self.asked is not None
@@ -178,7 +176,7 @@ class Recorder(Rehearsal):
             os.kill(os.getpid(), signal.SIGKILL)
         if run.steps_done == 0 or self._each_step:
             found = ((name, run.strategy.gradient_of(each)) for name, each in run.strategy.module.named_parameters())
-            gradients = _whole((name, gradient) for name, gradient in found if gradient is not None)
+            gradients = whole((name, gradient) for name, gradient in found if gradient is not None)
             if self._each_step:
                 self.record["gradients_by_step"][run.steps_done + 1] = self._kept(gradients)
             if run.steps_done:
@@ -212,7 +210,7 @@ class Recorder(Rehearsal):
                 self.record |= {"gradients": {}, "gradient_digests": {}}
         few = _elements(run.strategy.module) * self.spec.steps <= WHOLE_ON_EVERY_RANK
         if not result.stopped and (few or self._each_step):
-            weights = _whole(run.strategy.module.named_parameters())
+            weights = whole(run.strategy.module.named_parameters())
             self.record["weights_by_step"][result.step] = self._kept(weights)
         if self.spec.values is None:  # a program may save after any step
             self._snapshot(run, f"step {run.steps_done}")
@@ -254,7 +252,7 @@ class Recorder(Rehearsal):
         """After the last step, while the ranks are together. Again, for a program that closes nothing."""
         if self._done or self.run is None:
             return
-        weights = _whole(self.run.strategy.module.named_parameters())
+        weights = whole(self.run.strategy.module.named_parameters())
         self._snapshot(self.run, "end")
         self.record |= {"weights": self._kept(weights), "weight_digests": digests(weights)}
         self._write()
@@ -268,18 +266,11 @@ class Recorder(Rehearsal):
         return tensors if self.rank == 0 or small else {}
 
 
-def _whole(named: Named) -> dict[str, Tensor]:
-    """On the host, put together where they are sharded. All ranks come here together."""
-    parts = ((name, each.detach()) for name, each in named)
-    gathered = ((name, each.full_tensor() if isinstance(each, DTensor) else each) for name, each in parts)
-    return {canonical(name): each.cpu().clone() for name, each in gathered}
-
-
 def _elements(module: nn.Module) -> int:
     return sum(each.numel() for each in module.parameters())
 
 
-def _local_parts(named: Named) -> dict[str, Tensor]:
+def _local_parts(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {canonical(name): local(each.detach()) for name, each in named}
 
 
