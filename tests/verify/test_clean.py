@@ -53,7 +53,7 @@ def test_the_toy_task_passes_under_every_strategy(strategy: str, ranks: int, mor
     report = verify(write(tmp_path, more=more), ranks=ranks, strategy=strategy)
     assert report.passed, report.as_text()
     groups = {check.group for check in report.checks if check.status == "pass"}
-    assert groups == {"parity", "coverage", "resume"} | ({"agreement"} if ranks > 1 else set())
+    assert groups == {"parity", "coverage", "evaluation", "resume"} | ({"agreement"} if ranks > 1 else set())
 
 
 def test_batch_norm_is_explained_and_passes_with_a_note(tmp_path: Path) -> None:

@@ -162,10 +162,6 @@ class Cause(Enum):
         "evaluate(): return for every metric the sum over samples and their count; a mean of a micro-batch that counts as one, "
         "or anything that looks across samples, is another on other ranks (what needs all samples together goes through Rows)",
     )
-    EVALUATION_FAILS = Text(
-        "evaluation fails",
-        "the error above",
-    )
     RANK_FAILED = Text(
         "a rank failed",
         "the error above; it comes from the program itself",
@@ -241,4 +237,8 @@ class Cause(Enum):
     OVERLAP = Text(
         "validation samples are in the training data",
         "the split: by sample, after duplicates are gone, with one seed",
+    )
+    EVALUATION_FAILS = Text(
+        "evaluation fails",
+        "the error above",
     )

@@ -12,7 +12,7 @@ from shardwise.verify.causes import Cause
 from shardwise.verify.failure_report import trouble_of
 from shardwise.verify.formatting import figure, listed
 from shardwise.verify.groups import GroupResult
-from shardwise.verify.measure import PROVES, apart, factor_of, floor_of, is_narrow
+from shardwise.verify.measure import PROVES, apart, factor_of, floor_of
 from shardwise.verify.report import Check, Finding, failed, passed, unproved
 
 _passed, _failed = partial(passed, "evaluation"), partial(failed, "evaluation")
@@ -133,9 +133,7 @@ def _metrics(
 
 def _limit(name: str, expected: dict[str, float], noise: Sequence[dict[str, Any]], precision: str) -> float:
     gaps = [apart(each["metrics"].get(name, math.nan), expected[name]) for each in noise if "metrics" in each]
-    # In a narrow type other sizes of a batch choose other kernels, which round otherwise.
-    floor = 20 * floor_of(precision) if is_narrow(precision) else 4 * floor_of(precision)
-    return max(floor, factor_of(precision) * max(gaps, default=0.0))
+    return max(4 * floor_of(precision), factor_of(precision) * max(gaps, default=0.0))
 
 
 def _why(

@@ -19,6 +19,7 @@ _COUNTED: dict[CheckStatus, str] = {"pass": "passed", "FAIL": "failed", "not pro
 # In the order of Cause these come after everything that brings them about.
 _CONSEQUENCES = {
     Cause.RANK_FAILED,
+    Cause.EVALUATION_FAILS,
     Cause.CLIP_NORM,
     Cause.REPORTED_LOSS,
     Cause.SOME_RANKS_UPDATE,

@@ -212,6 +212,7 @@ def _gradients(ours: Sequence[Step], expected: Sequence[Step], noise: Noise, sam
 
 def _updates(ours: Sequence[Step], expected: Sequence[Step], noise: Noise, differs: Differs | None) -> Iterator[Check]:
     compared: dict[str, float] = {}
+    by_chance: set[str] = set()
     apart_at_most = 0.0
     seen = [each for each in zip(ours, expected, strict=False) if differs is None or each[0].number < differs.step]
     if not seen:
@@ -223,7 +224,8 @@ def _updates(ours: Sequence[Step], expected: Sequence[Step], noise: Noise, diffe
         for name, gap in gaps.items():
             gradient = theirs.gradients.get(name)
             if gradient is not None and float(gradient.float().norm()) <= NOTHING * whole:
-                continue  # nothing but rounding, so that its way is chance
+                by_chance.add(name)  # nothing but rounding, so that its way is chance
+                continue
             if not gap <= limits[name] <= PROVES and gap > limits[name]:
                 bad = [each for each in gaps if gaps[each] > limits[each]]
                 text = (
@@ -236,7 +238,9 @@ def _updates(ours: Sequence[Step], expected: Sequence[Step], noise: Noise, diffe
             if limits[name] <= PROVES:
                 compared[name] = max(compared.get(name, 0.0), limits[name])
                 apart_at_most = max(apart_at_most, gap)
-    lacking = [name for name in expected[0].after if name not in compared and name in expected[0].gradients]
+    lacking = [
+        name for name in expected[0].after if name not in {*compared, *by_chance} and name in expected[0].gradients
+    ]
     limit = max(compared.values(), default=noise.whole_limit(noise.whole_update))
     text = (
         f"{len(compared)} parameters in {len(seen)} steps: largest difference {figure(apart_at_most)} of the way that a step "
