@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ def rehearse(parts: Parts, inputs: Any) -> None:
 
 def refuse_another_run(loaded: RunState, current: RunState) -> None:
     """Both as they say of themselves."""
+    if loaded.labels and loaded.labels != current.labels:
+        raise ConfigError(_other_labels(loaded.labels, current.labels))
     if loaded.cursor.consumed and loaded.order not in ("", current.order):
         raise ConfigError(
             f"the checkpoint lies in the middle of an epoch whose samples come {loaded.order!r}; now they would come "
@@ -171,3 +174,12 @@ def refuse_another_run(loaded: RunState, current: RunState) -> None:
             f"the checkpoint was made with {loaded.samples} training samples and seed {loaded.seed}, but there "
             f"are {current.samples} and seed {current.seed} now: the order of samples would not continue"
         )
+
+
+def _other_labels(before: list[str], now: list[str]) -> str:
+    pairs = enumerate(zip_longest(before, now))
+    number, (was, is_now) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    return (
+        f"the checkpoint was trained with {len(before)} classes, and there are {len(now)} now. The model's output {number} was "
+        f"{was or 'not there'} and would be {is_now or 'not there'}. Resume with the classes that it had"
+    )
