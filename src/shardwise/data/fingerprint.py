@@ -28,7 +28,7 @@ from shardwise.data.seeding import generators_kept, seed_host
 
 log = logging.getLogger(__name__)
 
-AT_MOST = 2000
+AT_MOST = 1000
 """Samples of each part that are read."""
 SECONDS = 1.0
 """After which no further sample is read."""
@@ -58,7 +58,10 @@ def contents_of_any(train: Any, valid: Any, *, seed: int, workers: int) -> Sampl
         return None
     looked_at = ""
     if len(ids[0]) < len(train) or len(ids[1]) < len(valid):
-        looked_at = f" ({len(ids[0])} of {len(train)} training samples and {len(ids[1])} of {len(valid)} validation samples were compared)"
+        looked_at = (
+            f" ({len(ids[0])} of {len(train)} training samples and {len(ids[1])} of {len(valid)} validation samples were "
+            "compared)"
+        )
     contents = [
         Contents(np.array(found, np.uint64), lambda place, at=at, name=name: f"{name} sample {at[place]}")  # type: ignore[misc]
         for found, at, name in zip(numbers, ids, ("training", "validation"), strict=True)

@@ -57,11 +57,17 @@ def tell_traits(parts: list[Pictures], found: list[Checked | None], background: 
     """One line for each kind of image that is not what it seems. `background`: what transparent parts show, and whether the
     user has chosen it."""
     images = sum(map(len, parts))
-    for trait, what in {
-        Trait.SEVERAL_FRAMES: "hold several pages or frames: the first one is used, the others are not",
-        Trait.TRANSPARENT: f"are transparent in part: these parts show data.background, {background}",
-        Trait.TINY: f"are less than {TINY} pixels wide or high: placeholders, or downloads that failed?",
-        Trait.HUGE: f"have more than {HUGE // 10**6} million pixels, which take seconds in every epoch: scale them down once",
+    for trait, (what, then) in {
+        Trait.SEVERAL_FRAMES: ("several pages or frames", "the first one is used, the others are not"),
+        Trait.TRANSPARENT: ("transparent parts", f"these show data.background, {background}"),
+        Trait.TINY: (
+            f"fewer than {TINY} pixels in width or height",
+            "are they placeholders, or downloads that failed?",
+        ),
+        Trait.HUGE: (
+            f"more than {HUGE // 10**6} million pixels",
+            "each takes seconds, in every epoch; scale them down once",
+        ),
     }.items():
         having = [
             (pictures, int(index))
@@ -72,7 +78,8 @@ def tell_traits(parts: list[Pictures], found: list[Checked | None], background: 
         if having:
             pictures, index = having[0]
             say = log.info if trait == Trait.TRANSPARENT and chosen else log.warning
-            say(f"{len(having)} of {images} images {what}. {pictures.name(index)} for example")
+            have = "has" if len(having) == 1 else "have"
+            say(f"{len(having)} of {images} images {have} {what} ({pictures.name(index)}, for example): {then}")
 
 
 def _looked_at(pictures: Pictures) -> tuple[Checked | None, list[str]]:

@@ -29,6 +29,8 @@ HUGE = 80_000_000
 
 # Of an image above about 90 million pixels. It is told by name instead, once, when the images are checked.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Of EXIF that is damaged: the image is not.
+warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning)
 
 _ALPHA_MODES = ("RGBA", "RGBa", "LA", "La", "PA")
 _ORIENTATION = 0x0112
@@ -139,6 +141,11 @@ def _straight(image: Image.Image) -> Image.Image:
     """In RGBA, with colours that are not multiplied with their opacity."""
     if image.mode == "La":
         image = image.convert("LA")
+    colour = image.info.get("transparency")
+    if (
+        isinstance(colour, tuple) and max(colour) > 255
+    ):  # of 16 bits, though Pillow has taken the pixels down to 8 (13.0)
+        image.info["transparency"] = tuple(value >> 8 for value in colour)
     return image.convert("RGBA")
 
 
