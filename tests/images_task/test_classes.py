@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import DataError
+from shardwise import Session
+from shardwise.cli import main
+from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.images.task import ImagesTask
+from shardwise.watch.run_folder import dump_config
 from tests.images_task.made import task_of, write_images
-from tests.images_task.test_sources import own_hub_cache, write_rows  # noqa: F401
+from tests.images_task.test_sources import own_hub_cache  # noqa: F401
+from tests.tasks import config_of
 
 
 def task_in(root: Path, *overrides: str) -> ImagesTask:
@@ -166,3 +170,74 @@ def test_rows_of_a_class_that_the_config_leaves_out_are_an_error(tmp_path: Path)
     task = task_of("task: images", "data.source=hub", f"data.dataset={place}", "data.classes=[bee, cat]")
     with pytest.raises(DataError, match=r"row 1: label 'dog' is not one of the 2 classes \(bee, cat\)"):
         task.train_data()
+
+
+# ---------------------------------------------------------------- in a run
+
+RUN = """
+task: images
+data: {source: folder, image_size: 16}
+model: {architecture: resnet, depths: [1], widths: [8], extra: {embedding_size: 8}}
+training: {strategy: single, batch_size: 4, max_epochs: 2}
+"""
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Any:
+    """One epoch is trained, with the classes cat and dog; a function goes on from there."""
+    write_images(tmp_path / "images" / "train", {"cat": 5, "dog": 5})
+    config = config_of(RUN, [f"run_dir={tmp_path / 'run'}", f"data.root={tmp_path / 'images'}"])
+
+    def go_on(resume: bool = True) -> None:
+        with Session(config) as session:
+            session.prepare()
+            if resume:
+                session.resume("latest")
+                return
+            for batch in session.batches():
+                session.step(batch)
+                if session.cursor.epoch == 1:
+                    break
+            session.save({"loss": 0.0})
+            session.wait()
+        (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+
+    go_on(resume=False)
+    return go_on
+
+
+def test_a_run_goes_on_with_the_same_classes_alone(tmp_path: Path, trained: Any) -> None:
+    trained()
+    train = tmp_path / "images" / "train"
+    (train / "cat").rename(train / "wolf")
+    with pytest.raises(
+        ConfigError,
+        match=r"trained with 2 classes, and there are 2 now. The model's output 0 was cat and would be dog. Resume with the "
+        "classes that it had",
+    ):
+        trained()
+
+
+def test_a_class_more_is_an_error_that_names_it(tmp_path: Path, trained: Any) -> None:
+    write_images(tmp_path / "images" / "more", {"ant": 5})
+    (tmp_path / "images" / "more" / "ant").rename(tmp_path / "images" / "train" / "ant")
+    (tmp_path / "images" / "more").rmdir()
+    with pytest.raises(
+        ConfigError, match=r"trained with 2 classes, and there are 3 now. The model's output 0 was cat and would be ant"
+    ):
+        trained()
+
+
+def test_an_export_has_the_classes_of_its_training_whatever_has_become_of_the_folders(
+    tmp_path: Path, trained: Any
+) -> None:
+    from transformers import AutoModelForImageClassification
+
+    train = tmp_path / "images" / "train"
+    (train / "cat").rename(train / "wolf")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "model")]) == 0
+    shutil.rmtree(tmp_path / "images")
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "again")]) == 0
+    for name in ("model", "again"):
+        loaded = AutoModelForImageClassification.from_pretrained(tmp_path / name)
+        assert loaded.config.id2label == {0: "cat", 1: "dog"}

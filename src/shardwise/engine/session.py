@@ -440,7 +440,7 @@ class Session:
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
         beat(Phase.RESUME, 0)
-        found = self.checkpoints.load(self.parts, which)
+        found = self.checkpoints.load(self.parts, which, self.state.labels)
         if found is None:
             return None
         path, loaded = found
