@@ -35,8 +35,12 @@ class Numbers(Dataset[torch.Tensor]):
         return torch.tensor([self.first + index])
 
 
-def compared(train: Any, valid: Any, workers: int = 0) -> SampleContents:
-    found = contents_of_any(train, valid, seed=0, workers=workers)
+def _all(data: Numbers) -> list[torch.Tensor]:
+    return [data[index] for index in range(len(data))]
+
+
+def compared(train: Any, valid: Any) -> SampleContents:
+    found = contents_of_any(train, valid, seed=0)
     assert found is not None
     return found
 
@@ -60,12 +64,13 @@ def test_parts_of_one_data_set_are_compared_by_place_and_nothing_is_read() -> No
     assert overlapping.valid is not None and overlapping.valid.name(3) == "sample 803 of the data set"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["read", "in memory"])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (960, 40), (1, 900)])
 def test_samples_that_hold_the_same_are_found_where_one_part_was_cut_off_the_other(
-    workers: int, first: int, count: int
+    kind: str, first: int, count: int
 ) -> None:
-    found = compared(Numbers(0, 1000), Numbers(first, count), workers)
+    whole, part = Numbers(0, 1000), Numbers(first, count)
+    found = compared(whole, part) if kind == "read" else compared(_all(whole), _all(part))
     assert shared(found) >= 1 and found.error_above == NEVER, "equal values may be chance"
 
 
@@ -73,12 +78,18 @@ def test_data_sets_that_differ_share_nothing() -> None:
     assert shared(compared(Numbers(0, 1000), Numbers(1000, 100))) == 0
 
 
-def test_with_loader_workers_samples_are_read_in_one_of_those_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    compared(Numbers(0, 50, log), Numbers(50, 10, log), workers=2)
-    assert str(os.getpid()) not in log.read_text().split()
-    compared(Numbers(0, 50, log), Numbers(50, 10, log), workers=0)
-    assert str(os.getpid()) in log.read_text().split()
+def test_a_data_set_that_keeps_a_state_is_to_training_as_if_nobody_had_read_it(tmp_path: Path) -> None:
+    class Stateful(Numbers):
+        drawn = 0
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            self.drawn += 1
+            return super().__getitem__(index)
+
+    train, valid = Stateful(0, 50, tmp_path / "log"), Stateful(50, 10, tmp_path / "log")
+    compared(train, valid)
+    assert (train.drawn, valid.drawn) == (0, 0)
+    assert str(os.getpid()) not in (tmp_path / "log").read_text().split()
 
 
 def test_what_is_drawn_when_a_sample_is_read_is_not_taken_for_equal_and_changes_nothing_else() -> None:
@@ -101,7 +112,7 @@ def test_no_more_is_read_than_the_limits_allow_and_what_was_looked_at_is_said(mo
     assert len(found.train.numbers) == 20 and shared(found) >= 1
     assert found.looked_at == " (20 of 1000 training samples and 10 of 10 validation samples were compared)"
     assert found.valid is not None and found.valid.name(1) == "validation sample 9", "the ends come first"
-    monkeypatch.setattr(fingerprint, "SECONDS", -1.0)
+    monkeypatch.setattr(fingerprint, "SECONDS", -1.0)  # over before the first
     assert len(compared(Numbers(0, 1000), Numbers(0, 10)).train.numbers) == 1
 
 
@@ -110,9 +121,8 @@ def test_a_sample_that_cannot_be_read_is_left_to_training_to_tell() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             raise OSError("gone")
 
-    for workers in (0, 1):
-        assert contents_of_any(Numbers(0, 3), Broken(0, 3), seed=0, workers=workers) is None
-    assert contents_of_any(Numbers(0, 3), None, seed=0, workers=0) is None
+    assert contents_of_any(Numbers(0, 3), Broken(0, 3), seed=0) is None
+    assert contents_of_any(Numbers(0, 3), None, seed=0) is None
 
 
 def test_batched_samples_are_read_one_by_one() -> None:

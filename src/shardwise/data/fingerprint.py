@@ -1,8 +1,8 @@
 """What tells the samples of any data set apart, where the task does not say it: their place in one data set that both parts
 are taken from; else what some of them hold when they are read.
 
-Reading may be slow, so it has a limit in number and in time. It happens where training would read, in a loader process if
-there are any: a file that is opened before processes are forked must not be read by all of them.
+Reading may be slow, so it has a limit in number and in time. It happens in a process of its own: a data set that keeps a state,
+such as a generator or an open file, must be to training as if nobody had read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from shardwise.config.seeds import Purpose
 from shardwise.data.loader import BatchedSamples
@@ -32,14 +32,16 @@ AT_MOST = 1000
 """Samples of each part that are read."""
 SECONDS = 1.0
 """After which no further sample is read."""
-_PATIENCE = 20.0
-"""Seconds that a loader process may take for one sample."""
+_PATIENCE = 10.0
+"""Seconds that the process may take for one sample, or to begin."""
+_PLAIN = (list, tuple, torch.Tensor, np.ndarray, TensorDataset)
+"""Data sets without a state, which can be read anywhere."""
 _APART = 2**31
 """In place of the epoch, where the generators are seeded: what is drawn for training must not be drawn for validation again."""
 
 
-def contents_of_any(train: Any, valid: Any, *, seed: int, workers: int) -> SampleContents | None:
-    """None where nothing can be said. `workers`: how many processes load the samples."""
+def contents_of_any(train: Any, valid: Any, *, seed: int) -> SampleContents | None:
+    """None where nothing can be said."""
     if valid is None:
         return None
     (base, places), (other, held) = _places(train), _places(valid)
@@ -49,7 +51,7 @@ def contents_of_any(train: Any, valid: Any, *, seed: int, workers: int) -> Sampl
     ids: tuple[list[int], list[int]] = ([], [])
     try:
         with generators_kept():
-            for part, index, number in _read_some(train, valid, seed, workers):
+            for part, index, number in _read_some(train, valid, seed):
                 ids[part].append(index)
                 numbers[part].append(number)
     except Exception as error:  # it will be told when the sample is trained on, with all that belongs to it
@@ -81,7 +83,7 @@ def _by_place(places: NDArray[np.uint64]) -> Contents:
     return Contents(places, lambda index: f"sample {places[index]} of the data set")
 
 
-def _read_some(train: Any, valid: Any, seed: int, workers: int) -> Iterator[tuple[int, int, int]]:
+def _read_some(train: Any, valid: Any, seed: int) -> Iterator[tuple[int, int, int]]:
     """Part, index and number of some samples, of both parts in turn."""
     orders = [_order(len(data)) for data in (train, valid)]
     turns = [
@@ -92,8 +94,7 @@ def _read_some(train: Any, valid: Any, seed: int, workers: int) -> Iterator[tupl
     ]
     source = _Fingerprints((train, valid), seed)
     deadline = time.monotonic() + SECONDS
-    # What is in memory already can be read here.
-    if workers == 0 or all(isinstance(data, list | tuple | torch.Tensor | np.ndarray) for data in (train, valid)):
+    if all(type(data) in _PLAIN for data in (train, valid)):
         found: Any = map(source.__getitem__, turns)
     elif sys.platform == "linux":
         found = DataLoader(
@@ -105,7 +106,7 @@ def _read_some(train: Any, valid: Any, seed: int, workers: int) -> Iterator[tupl
             multiprocessing_context="fork",
             generator=torch.Generator(),
         )
-    else:
+    else:  # a process that is not forked would take seconds to begin
         return
     for each in found:
         yield each

@@ -81,7 +81,7 @@ class Task(ABC):
     def sample_contents(self, train: Any, valid: Any) -> SampleContents | None:
         """What tells the samples apart, to find those that are in both parts; asked once per run, on rank 0. None: they are not
         compared. Default: places in one data set that both are taken from, else what some of the samples hold."""
-        return contents_of_any(train, valid, seed=self.config.seed, workers=self.config.data.num_workers)
+        return contents_of_any(train, valid, seed=self.config.seed)
 
     def labels(self) -> list[str]:
         """What the model's outputs stand for, in their order, where the data have decided it. It is kept in every checkpoint:

@@ -51,6 +51,6 @@ def texts_at(texts: Any, places: np.ndarray) -> Sequence[str]:
     while hasattr(texts, "indices"):
         texts, places = texts.texts, texts.indices[places]
     if hasattr(texts, "dataset"):
-        values = texts.dataset[places.tolist()][texts.column]
+        values = texts.dataset.select_columns([texts.column])[places.tolist()][texts.column]
         return [value if isinstance(value, str) else " ".join(value) for value in values]
     return [texts[place] for place in places.tolist()]
