@@ -71,6 +71,7 @@ def test_a_validation_folder_that_is_none_is_an_error(root: Path, kind: str) -> 
 
 def test_another_folder_beside_train_is_mentioned_where_there_is_no_validation_folder(root: Path, said: Any) -> None:
     write_images(root / "test", {"cat": 1, "dog": 1})
+    (root / "runs" / "images").mkdir(parents=True)  # which has nothing to do with it
     assert load(root).held_out
     (line,) = said()
     assert line == (

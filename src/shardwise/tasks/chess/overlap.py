@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.data.overlap import MOST, NEVER, Contents, SampleContents
 from shardwise.tasks.chess.config import ChessData
 
-AT_MOST = 1_000_000
+AT_MOST = 500_000
 """Games of each part that are compared: of more, so many that are spread evenly. It takes a second or two."""
 _AT_ONCE = 10_000
 

@@ -80,7 +80,7 @@ def read_folder(options: ImagesData) -> tuple[list[str], Files, Files | None]:
         raise DataError(f"{train} holds {len(classes)} class folders: to tell classes apart, it needs two or more")
     valid = _one_of(root, VALIDATION)
     if valid is None:
-        _mention_other_folders(root, train, options.valid_fraction)
+        _mention_other_folders(root, train, set(found), options.valid_fraction)
     background = _background(options)
     return classes, _files(train, classes, background), _files(valid, classes, background) if valid else None
 
@@ -98,9 +98,10 @@ def _one_of(root: Path, names: tuple[str, ...]) -> Path | None:
     return root / found[0] if found else None
 
 
-def _mention_other_folders(root: Path, train: Path, share: float) -> None:
-    others = [name for name in _class_folders(root) if name != train.name]
-    if others:
+def _mention_other_folders(root: Path, train: Path, classes: set[str], share: float) -> None:
+    """Those with folders of the same classes, such as test: did somebody mean to validate on them?"""
+    beside = [name for name in _class_folders(root) if name != train.name]
+    if others := [name for name in beside if classes & set(_class_folders(root / name))]:
         log.warning(
             f"{root}: {_listed(others)} beside {train.name} is not read; {share:.0%} of every class of {train.name} is held "
             f"out for validation. A folder named {VALIDATION[0]} would be validated on instead"
