@@ -325,7 +325,7 @@ def test_a_model_and_data_of_ones_own_are_looked_at_as_well(tmp_path: Path) -> N
 
 class Overlapping(Ragged):
     def valid_data(self) -> Any:
-        return Subset(self.data, range(5))  # type: ignore[arg-type]
+        return Subset(self.data, range(5))
 
     def train_data(self) -> Any:
         return self.data

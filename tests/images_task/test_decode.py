@@ -108,9 +108,9 @@ def test_training_and_validation_see_images_upright_from_every_source(
         "folder": {"root": str(root)},
         "hub": {"dataset": str(root), "valid_split": "validation"},
     }
-    images = load_images(ImagesData(source=source, **options[source]), 0, 32)
-    for part in (images.train, images.valid):
-        sizes = sorted(part.open(index).size for index in range(len(part)))
+    images = load_images(ImagesData.model_validate({"source": source, **options[source]}), 0, 32)
+    for pictures in (images.train, images.valid):
+        sizes = sorted(pictures.open(index).size for index in range(len(pictures)))
         assert sizes == [(16, 32), (16, 32), (32, 16), (32, 16)]
     look = ["data.min_crop_area=1.0", "data.flip=false", "data.crop_pct=1.0", "data.image_size=16"]
     task = task_of(
@@ -227,7 +227,7 @@ def test_values_that_do_not_fit_into_eight_bits_are_refused_and_not_cut_off(
     content = stored(Image.fromarray(pixels), kind)
     for look in (decode, inspect):
         with pytest.raises(DataError, match=rf"scan.tif .*more than 8 bits per value \(mode {mode}\); convert it to 8"):
-            look(content, "scan.tif")  # type: ignore[operator]
+            look(content, "scan.tif")
 
 
 # ---------------------------------------------------------------- size, and further frames

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from shardwise.errors import DataError
-from shardwise.tasks.images import folder as module
 from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import ImageData
@@ -151,7 +150,7 @@ def test_a_folder_that_may_not_be_read_is_an_error_and_not_left_out(
             raise PermissionError(13, "Permission denied", str(path))
         return original(path)
 
-    monkeypatch.setattr(module.os, "scandir", scandir)
+    monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match=r"train/cat cannot be read: Permission denied. Its images would be left out"):
         load(root)
 

@@ -64,11 +64,12 @@ def contents_of_any(train: Any, valid: Any, *, seed: int) -> SampleContents | No
             f" ({len(ids[0])} of {len(train)} training samples and {len(ids[1])} of {len(valid)} validation samples were "
             "compared)"
         )
-    contents = [
-        Contents(np.array(found, np.uint64), lambda place, at=at, name=name: f"{name} sample {at[place]}")  # type: ignore[misc]
-        for found, at, name in zip(numbers, ids, ("training", "validation"), strict=True)
-    ]
-    return SampleContents(*contents, error_above=NEVER, looked_at=looked_at)
+    trained, validated = (_by_content(*part) for part in zip(("training", "validation"), ids, numbers, strict=True))
+    return SampleContents(trained, validated, error_above=NEVER, looked_at=looked_at)
+
+
+def _by_content(part: str, ids: list[int], numbers: list[int]) -> Contents:
+    return Contents(np.array(numbers, np.uint64), lambda place: f"{part} sample {ids[place]}")
 
 
 def _places(data: Any) -> tuple[Any, NDArray[np.uint64]]:
@@ -100,7 +101,7 @@ def _read_some(train: Any, valid: Any, seed: int) -> Iterator[tuple[int, int, in
         found = DataLoader(
             source,
             batch_size=None,
-            sampler=turns,  # type: ignore[arg-type]
+            sampler=turns,
             num_workers=1,
             timeout=_PATIENCE,
             multiprocessing_context="fork",

@@ -90,8 +90,8 @@ def _whole(rows: SparseRows, place: int) -> int:
     begin, end = int(rows.starts[place]), int(rows.starts[place + 1])
     genes, values = rows.genes[begin:end].astype(np.int64), rows.values[begin:end].astype(np.float32)
     order = np.argsort(genes)
-    digest = blake2b(genes[order], digest_size=8)
-    digest.update(values[order])
+    digest = blake2b(genes[order].tobytes(), digest_size=8)
+    digest.update(values[order].tobytes())
     return int.from_bytes(digest.digest())
 
 

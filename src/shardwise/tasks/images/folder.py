@@ -129,7 +129,7 @@ def _files(folder: Path, classes: list[str], background: Background) -> Files:
                 f"{folder / name}: there is no class {name!r} {'in data.classes or ' if folder.name.lower() == 'train' else ''}"
                 f"in training{f'; nearest: {near[0]!r}' if near else ''}. Rename or remove the folder"
             )
-        images = []
+        images: list[Path] = []
         for file in _files_below(folder / name):
             (images if file.suffix.lower() in ENDINGS else others).append(file)
         if not images:
