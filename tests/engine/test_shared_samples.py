@@ -95,6 +95,25 @@ def test_copies_of_images_in_one_pool_are_told_where_the_seed_parts_them(
     assert "training images" in copies and "copies of others" in copies
 
 
+def test_single_images_in_both_splits_of_a_data_set_are_a_warning_and_most_of_them_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepare: Prepare, said: Any
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub-cache")
+    root = tmp_path / "set"
+    write_images(root / "train", {"cat": 5, "dog": 5})
+    write_images(root / "test", {"cat": 3, "dog": 3})
+    shutil.copy(root / "train" / "cat" / "0.png", root / "test" / "cat" / "9.png")
+    source = "data.source=hub", f"data.dataset={root}"
+    prepare(IMAGES, *source, "data.valid_split=test")
+    ((level, line),) = said()
+    assert level == "WARNING" and line.startswith("1 of 7 validation images (14%) is in the training data, too")
+    assert f"{root} (test), row 3 is the same as {root} (train), row 0" in line
+    with pytest.raises(DataError, match=r"^10 of 10 validation images \(100%\) are in the training data"):
+        prepare(IMAGES, *source, "data.valid_split=train")
+
+
 # ---------------------------------------------------------------- chess
 
 CHESS = """

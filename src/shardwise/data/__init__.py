@@ -1,4 +1,5 @@
-"""Which sample goes where: the global order, its spreading over ranks and micro-batches, the cursor, the loader.
+"""Which sample goes where: the global order, its spreading over ranks and micro-batches, the cursor, the loader. And
+whether training and validation share samples.
 
 Knows nothing of models, strategies or tasks.
 """
