@@ -17,6 +17,8 @@ _HOMES = {
     "Loss": "shardwise.tasks",
     "Rows": "shardwise.tasks",
     "BatchedSamples": "shardwise.data",
+    "Contents": "shardwise.data",
+    "SampleContents": "shardwise.data",
     "Block": "shardwise.config",
     "DataBlock": "shardwise.config",
     "PathText": "shardwise.config",
@@ -29,11 +31,13 @@ __all__ = [
     "BatchedSamples",
     "Block",
     "Config",
+    "Contents",
     "DataBlock",
     "Loss",
     "Observer",
     "PathText",
     "Rows",
+    "SampleContents",
     "Session",
     "ShardwiseError",
     "StepResult",
@@ -46,7 +50,7 @@ __all__ = [
 if TYPE_CHECKING:
     from shardwise.config import Block, Config, DataBlock, PathText, load_config
     from shardwise.config.schema import hub_name
-    from shardwise.data import BatchedSamples
+    from shardwise.data import BatchedSamples, Contents, SampleContents
     from shardwise.engine.observers import Observer
     from shardwise.engine.session import Session
     from shardwise.engine.step_result import StepResult

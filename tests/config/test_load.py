@@ -162,7 +162,13 @@ def test_a_task_of_ones_own_lies_beside_the_config(own: Path) -> None:
     assert (config.data.size, config.data.num_workers, config.model.width) == (64, 3, 8)
     assert type(config.data).__name__ == "Pictures"
     assert load_task_class(config.task).__name__ == "Mine"
-    assert config.model_dump()["data"] == {"size": 64, "num_workers": 3, "prefetch_factor": 2, "pin_memory": None}
+    assert config.model_dump()["data"] == {
+        "size": 64,
+        "num_workers": 3,
+        "prefetch_factor": 2,
+        "pin_memory": None,
+        "allow_shared_samples": False,
+    }
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise.config.seeds import Purpose
-from shardwise.data.holdout import hold_out
+from shardwise.data.holdout import copies_together, hold_out
 from shardwise.tasks.chess.config import ChessData
 from shardwise.tasks.chess.games import load_games, random_game
 from shardwise.tasks.images.pictures import held_out
@@ -55,3 +55,21 @@ def test_games_subjects_and_images_are_held_out_as_they_always_were() -> None:
     of_one = np.flatnonzero(labels == 1)
     chosen = np.random.default_rng([seed, Purpose.SPLIT, 1]).permutation(of_one)[:2]
     assert [index for index in held_out(labels, share, seed)[1] if labels[index] == 1] == sorted(chosen)
+
+
+def test_copies_go_where_the_first_of_them_is_and_nothing_else_moves() -> None:
+    kept, held_out = hold_out(100, 0.2, seed=5)
+    unique = [f"sample {index}" for index in range(100)]
+    same = copies_together(kept, held_out, unique)
+    assert same[0].tolist() == kept.tolist() and same[1].tolist() == held_out.tolist()
+    copies = [f"sample {index % 50}" for index in range(100)]
+    train, valid = copies_together(kept, held_out, copies)
+    assert sorted([*train, *valid]) == list(range(100))
+    assert not {copies[index] for index in train} & {copies[index] for index in valid}
+    assert {copies[index] for index in valid} == {copies[index] for index in held_out if index < 50}
+
+
+def test_where_all_samples_are_copies_of_one_the_split_stays_as_it_is() -> None:
+    kept, held_out = hold_out(10, 0.2, seed=5)
+    train, valid = copies_together(kept, held_out, ["draw"] * 10)
+    assert (train.tolist(), valid.tolist()) == (kept.tolist(), held_out.tolist())

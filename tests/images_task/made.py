@@ -36,8 +36,8 @@ def task_of(text: str = RESNET, *overrides: str) -> ImagesTask:
 def write_images(
     folder: Path, numbers: Mapping[str, int], ending: str = ".png", size: tuple[int, int] = (24, 20)
 ) -> Path:
-    """`numbers` of images of noise per class, in a folder for each."""
-    draw = np.random.default_rng(0)
+    """`numbers` of images of noise per class, in a folder for each: others in train/ than in valid/."""
+    draw = np.random.default_rng([*folder.name.encode()])
     for name, number in numbers.items():
         (folder / name).mkdir(parents=True)
         for index in range(number):

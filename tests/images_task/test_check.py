@@ -19,6 +19,7 @@ from shardwise.errors import DataError
 from shardwise.tasks.images import check
 from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.config import ImagesData
+from shardwise.tasks.images.decode import Facts
 from shardwise.tasks.images.pictures import Pictures
 from shardwise.tasks.images.sources import load_images
 from shardwise.tasks.images.synthetic import Shapes
@@ -67,7 +68,7 @@ def _deep() -> bytes:
             lambda file: _replace(file, b"<html>404</html>"),
             "cannot be read as an image: not a kind of image that Pillow",
         ),
-        (lambda file: _replace(file, b""), "cannot be read as an image: not a kind of image that Pillow"),
+        (lambda file: _replace(file, b""), r"cannot be read as an image: it is empty \(0 bytes\)"),
         (lambda file: _replace(file, _deep()), r"has more than 8 bits per value \(mode I;16\); convert it"),
     ],
 )
@@ -120,11 +121,9 @@ def test_only_new_and_changed_files_are_looked_at_again(root: Path, monkeypatch:
     def look() -> list[str]:
         looked_at.clear()
         pictures = pictures_in(root)
-        original = pictures.open
+        original = pictures.inspect
         monkeypatch.setattr(
-            pictures,
-            "open",
-            lambda index, **options: looked_at.append(pictures.name(index)) or original(index, **options),
+            pictures, "inspect", lambda index: looked_at.append(pictures.name(index)) or original(index)
         )
         with contextlib.suppress(DataError):
             check_images(pictures)
@@ -148,14 +147,14 @@ def test_an_interrupted_check_leaves_no_half_file_and_keeps_what_it_found(
 ) -> None:
     monkeypatch.setattr(check, "AT_ONCE", 2)
     pictures = pictures_in(root)
-    original = pictures.open
+    original = pictures.inspect
 
-    def interrupted(index: int, **options: Any) -> Image.Image:
+    def interrupted(index: int) -> Facts:
         if index == 4:
             raise KeyboardInterrupt
-        return original(index, **options)
+        return original(index)
 
-    monkeypatch.setattr(pictures, "open", interrupted)
+    monkeypatch.setattr(pictures, "inspect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         check_images(pictures)
     (record,) = (cache_folder() / "images").iterdir()

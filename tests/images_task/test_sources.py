@@ -129,7 +129,9 @@ def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path) -> None:
     write_images(root / "train", {"cat": 2, "dog": 2})
     (root / "train" / "wolf").mkdir()
     (root / "train" / "wolf" / "wolf.svg").write_text("<svg/>")
-    with pytest.raises(DataError, match=r"root/train/wolf has no images \(files ending in .bmp .* add some, or remove"):
+    with pytest.raises(
+        DataError, match=r"root/train/wolf has no images \(files ending in .apng .* add some, or remove"
+    ):
         folder(root)
     with pytest.raises(DataError, match=r"train/wolf: there is no class 'wolf' in data.classes or in training. Rename"):
         folder(root, classes=["cat", "dog"])

@@ -179,13 +179,13 @@ def test_all_images_are_checked_once_those_held_out_included(tmp_path: Path, mon
 
     write_images(tmp_path / "train", {"cat": 5, "dog": 5})
     looked_at: list[str] = []
-    original = Files.open
+    original = Files.inspect
 
-    def counting(self: Any, index: int, **options: Any) -> Any:
+    def counting(self: Any, index: int) -> Any:
         looked_at.append(Pictures.name(self, index))
-        return original(self, index, **options)
+        return original(self, index)
 
-    monkeypatch.setattr(Files, "open", counting)
+    monkeypatch.setattr(Files, "inspect", counting)
 
     def prepare() -> int:
         looked_at.clear()

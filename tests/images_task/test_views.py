@@ -33,6 +33,15 @@ def test_validation_sees_the_centre_after_the_shorter_side_is_brought_to_its_len
     assert np.abs(brightest - 7.5).max() <= 1.0
 
 
+@pytest.mark.parametrize("size", [(1, 200_000), (200_000, 1), (3, 3_001)])
+def test_a_stripe_is_seen_at_its_centre_without_being_enlarged_as_a_whole(size: tuple[int, int]) -> None:
+    image = Image.new("RGB", size)
+    centre = size[0] // 2, size[1] // 2
+    image.paste((255, 255, 255), (max(0, centre[0] - 3), max(0, centre[1] - 3), centre[0] + 3, centre[1] + 3))
+    view = np.asarray(validation_view(image, Look(224, IMAGENET_MEAN, IMAGENET_STD, 0.875, 0.08, flip=True)))
+    assert view.shape == (224, 224, 3) and (view[100:124, 100:124] == 255).all()
+
+
 def test_the_whole_square_is_seen_where_nothing_is_cut_off_or_mirrored() -> None:
     image = noise(16, 16)
     for view in (validation_view(image, PLAIN), training_view(image, PLAIN)):

@@ -108,12 +108,18 @@ def write_staged(
 
 
 def load_into(
-    model: nn.Module, optimizer: torch.optim.Optimizer, which: str, store: CheckpointStore, world: World
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    which: str,
+    store: CheckpointStore,
+    world: World,
+    check: Callable[[Path], None] = lambda path: None,
 ) -> Path | None:
-    """Load `auto`, `latest` or a path. Returns which it was; None: there is none."""
+    """Load `auto`, `latest` or a path. Returns which it was; None: there is none. `check`: raises if it must not be that one."""
     path = _choose(which, store, world)
     if path is None:
         return None
+    check(path)
     state = _tensors(model, optimizer)
     _load(state, path, world)
     mine = local_part(optimizer)

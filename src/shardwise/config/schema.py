@@ -94,6 +94,10 @@ class DataBlock(Block):
     num_workers: int = Field(0, ge=0, le=256, description="Loader processes per rank; 0 loads in the rank itself.")
     prefetch_factor: int = Field(2, ge=1, le=64, description="Micro-batches that each worker keeps ready.")
     pin_memory: bool | None = Field(None, description="Page-locked host memory for faster copies; default: on CUDA.")
+    allow_shared_samples: bool = Field(
+        False,
+        description="Train although samples to validate on are in the training data as well: told as a warning then.",
+    )
 
 
 class Optimizer(Block):

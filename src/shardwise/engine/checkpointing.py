@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,14 @@ class Checkpoints:
             self.poll(wait=True)
         return path
 
-    def load(self, parts: Parts, which: str) -> tuple[Path, RunState] | None:
-        """Weights and moments of `auto`, `latest` or a path; and what else the run remembered."""
+    def load(self, parts: Parts, which: str, labels: list[str]) -> tuple[Path, RunState] | None:
+        """Weights and moments of `auto`, `latest` or a path; and what else the run remembered. `labels`: of the outputs now."""
         self.poll(wait=True)
-        path = load_into(parts.strategy.module, parts.optimizer, which, self.store, self.world)
+
+        def check(path: Path) -> None:  # before the weights, whose shapes would say it less plainly
+            refuse_other_labels(RunState.of_checkpoint(path).labels, labels)
+
+        path = load_into(parts.strategy.module, parts.optimizer, which, self.store, self.world, check)
         return None if path is None else (path, RunState.of_checkpoint(path))
 
     def poll(self, *, wait: bool = False) -> list[Written]:
@@ -171,3 +176,15 @@ def refuse_another_run(loaded: RunState, current: RunState) -> None:
             f"the checkpoint was made with {loaded.samples} training samples and seed {loaded.seed}, but there "
             f"are {current.samples} and seed {current.seed} now: the order of samples would not continue"
         )
+
+
+def refuse_other_labels(before: list[str], now: list[str]) -> None:
+    """What the model's outputs stood for when the checkpoint was written, if that is known, and now."""
+    if not before or before == now:
+        return
+    pairs = enumerate(zip_longest(before, now))
+    number, (was, is_now) = next((number, pair) for number, pair in pairs if pair[0] != pair[1])
+    raise ConfigError(
+        f"the checkpoint was trained with {len(before)} classes, and there are {len(now)} now. The model's output {number} was "
+        f"{was or 'not there'} and would be {is_now or 'not there'}. Resume with the classes that it had"
+    )

@@ -31,6 +31,7 @@ from shardwise.config import Batching, Config, load_config, resolve_learning_rat
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.loader import MicroBatch
+from shardwise.data.overlap import check_overlap
 from shardwise.data.seeding import seed_everything
 from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
@@ -219,7 +220,14 @@ class Session:
         self.valid_data: Any
         self.train_data, self.valid_data = given or (self.task.train_data(), self.task.valid_data())
         check_data(self.train_data, self.valid_data, self.world)
+        if not self._rehearsals:  # they are about the ranks, and would tell it many times
+            self.world.on_first(self._check_overlap)
         self.startup.lap("data")
+
+    def _check_overlap(self) -> None:
+        contents = self.task.sample_contents(self.train_data, self.valid_data)
+        if contents is not None:
+            check_overlap(contents, allowed=self.config.data.allow_shared_samples)
 
     def _build(self) -> nn.Module:
         self.startup.lap("model")
@@ -249,6 +257,7 @@ class Session:
         origin = self.train_data.origin if isinstance(self.train_data, BatchedSamples) else ""
         self.state.global_batch, self.state.samples = self.batching.global_batch, len(self.train_data)
         self.state.seed, self.state.order = self.config.seed, f"{origin} {self.order().name}".strip()
+        self.state.labels = self.task.labels()
 
     def _memory_explained(self, doing: str) -> AbstractContextManager[None]:
         return memory_explained(doing, self.plan, lambda: self._parts)
@@ -446,7 +455,7 @@ class Session:
     def resume(self, which: str = "auto") -> Path | None:
         """Go on from a checkpoint: `auto` (the newest whole one, if any), `latest` (there must be one), or a path."""
         beat(Phase.RESUME, 0)
-        found = self.checkpoints.load(self.parts, which)
+        found = self.checkpoints.load(self.parts, which, self.state.labels)
         if found is None:
             return None
         path, loaded = found

@@ -41,6 +41,8 @@ class RunState:
     seed: int = 0
     order: str = ""
     """The name of the order in which samples come."""
+    labels: list[str] = field(default_factory=list)
+    """What the model's outputs stand for, where the data have decided it."""
 
     def step_made(self, batch: StepBatch, *, skipped: bool) -> None:
         self.step += 1

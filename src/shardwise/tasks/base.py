@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from shardwise.config import Block, Config, DataBlock
-from shardwise.data import BatchedSamples, Samples
+from shardwise.data import BatchedSamples, SampleContents, Samples
+from shardwise.data.fingerprint import contents_of_any
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Task(ABC):
     CUDA graphs (training.cuda_graphs)."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
+    trained_labels: Sequence[str] = ()
+    """What `labels` gave when the checkpoint was written that is exported now."""
 
     def __init__(self, config: Config) -> None:
         # Any, because the blocks `data`, `tokenizer` and `model` are of the task's own types.
@@ -74,6 +77,16 @@ class Task(ABC):
     def valid_data(self) -> Samples | BatchedSamples | None:
         """A data set to evaluate on; none of its samples may be in the training data."""
         return None
+
+    def sample_contents(self, train: Any, valid: Any) -> SampleContents | None:
+        """What tells the samples apart, to find those that are in both parts; asked once per run, on rank 0. None: they are not
+        compared. Default: places in one data set that both are taken from, else what some of the samples hold."""
+        return contents_of_any(train, valid, seed=self.config.seed)
+
+    def labels(self) -> list[str]:
+        """What the model's outputs stand for, in their order, where the data have decided it. It is kept in every checkpoint:
+        a run does not go on with others, and they are exported (`trained_labels`). Default: nothing."""
+        return []
 
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)

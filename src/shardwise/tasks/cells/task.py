@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.data import BatchedSamples
+from shardwise.data import BatchedSamples, SampleContents
 from shardwise.kernels.attention import prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
@@ -29,6 +29,7 @@ from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
+from shardwise.tasks.cells.overlap import cell_contents
 from shardwise.tasks.cells.samples import CellSamples, CellsInMemory, StreamedCells
 from shardwise.tasks.cells.tokens import NO_PLACE, CellBatch, CellTokenizer, revealed
 from shardwise.tasks.packing import (
@@ -119,6 +120,9 @@ class CellsTask(Task):
     def valid_data(self) -> BatchedSamples:
         rows, numbers, labels, self._label_names = self._corpus.validation_cells()
         return CellsInMemory(rows, numbers, self._tokenizer(self._corpus), labels)
+
+    def sample_contents(self, train: Any, valid: Any) -> SampleContents:
+        return cell_contents(self._corpus, train, valid)
 
     def build_model(self) -> nn.Module:
         tokenizer = self._tokenizer(self._corpus)

@@ -14,7 +14,7 @@ import chess
 import numpy as np
 
 from shardwise.data.cache import cache_folder, made_once
-from shardwise.data.holdout import hold_out
+from shardwise.data.holdout import copies_together, hold_out
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
 from shardwise.tasks.chess.config import ChessData
@@ -185,4 +185,6 @@ def _split(texts: Sequence[str], valid_fraction: float, seed: int) -> tuple[Sequ
     if len(texts) < 2:
         raise DataError("one game cannot be split into training and validation: give more, or data.valid_paths")
     kept, held_out = hold_out(len(texts), valid_fraction, seed)
+    if isinstance(texts, list):  # all of a hub's data set would have to be read
+        kept, held_out = copies_together(kept, held_out, texts)
     return _Subset(texts, kept), _Subset(texts, held_out)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.data import SampleContents
 from shardwise.kernels.attention import Look, packed_arguments, prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.kernels.head import summed_loss, use_loss_head, words_apart
@@ -32,6 +33,7 @@ from shardwise.tasks.chess.model import (
     look_at_language_model,
     split_language_model,
 )
+from shardwise.tasks.chess.overlap import game_contents
 from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
 from shardwise.tasks.packing import (
     computes_in,
@@ -103,6 +105,9 @@ class ChessTask(Task):
 
     def valid_data(self) -> _Games:
         return _Games(self._games[1], self.tokenizer, self._tokenizer_options.max_seq_len, with_moves=True)
+
+    def sample_contents(self, train: Any, valid: Any) -> SampleContents:
+        return game_contents(train.texts, valid.texts, self.config.data)
 
     def build_model(self) -> nn.Module:
         model = self._build()

@@ -1,4 +1,4 @@
-"""Every image is decoded once before training. Verdicts are kept, so that the next start only looks at what is new."""
+"""Every image is decoded once before training. What was found is kept, so that the next start only looks at what is new."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
+from shardwise.tasks.images.decode import HUGE, TINY, Facts, Trait
 from shardwise.tasks.images.pictures import Pictures
 
 log = logging.getLogger(__name__)
@@ -22,58 +26,120 @@ PROGRESS_SECONDS = 10.0
 AT_ONCE = 256
 SHOWN = 5
 
+_RECORD = np.dtype([("key", np.uint64), ("content", np.uint64), ("traits", np.uint8)])
+"""What is kept of an image that can be used."""
 
-def check_images(*parts: Pictures) -> None:
-    """Raises one error that names the images of all parts which cannot be read."""
-    problems = [problem for pictures in parts for problem in _problems(pictures)]
+
+@dataclass(frozen=True)
+class Checked:
+    """What is known of some images that can all be used, in their order."""
+
+    contents: NDArray[np.uint64]
+    """Equal numbers, equal bytes."""
+    traits: NDArray[np.uint8]
+
+
+def check_images(*parts: Pictures) -> list[Checked | None]:
+    """What is known of the images of each part; None where there is nothing to check. Raises one error that names the images
+    of all parts which cannot be read."""
+    found = [_looked_at(pictures) for pictures in parts]
+    problems = [problem for _, problems in found for problem in problems]
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         listed = "".join(f"\n  {problem}" for problem in problems[:SHOWN])
         raise DataError(
             f"{len(problems)} of {sum(map(len, parts))} images cannot be used. Replace or remove them:{listed}{more}"
         )
+    return [checked for checked, _ in found]
 
 
-def _problems(pictures: Pictures) -> list[str]:
-    keys = {index: _digest(key) for index in range(len(pictures)) if (key := pictures.key(index)) is not None}
+def tell_traits(parts: list[Pictures], found: list[Checked | None], background: str, *, chosen: bool) -> None:
+    """One line for each kind of image that is not what it seems. `background`: what transparent parts show, and whether the
+    user has chosen it."""
+    images = sum(map(len, parts))
+    for trait, (what, then) in {
+        Trait.SEVERAL_FRAMES: ("several pages or frames", "the first one is used, the others are not"),
+        Trait.TRANSPARENT: ("transparent parts", f"these show data.background, {background}"),
+        Trait.TINY: (
+            f"fewer than {TINY} pixels in width or height",
+            "are they placeholders, or downloads that failed?",
+        ),
+        Trait.HUGE: (
+            f"more than {HUGE // 10**6} million pixels",
+            "each takes seconds, in every epoch; scale them down once",
+        ),
+    }.items():
+        having = [
+            (pictures, int(index))
+            for pictures, checked in zip(parts, found, strict=True)
+            if checked is not None
+            for index in np.flatnonzero(checked.traits & np.uint8(trait))
+        ]
+        if having:
+            pictures, index = having[0]
+            say = log.info if trait == Trait.TRANSPARENT and chosen else log.warning
+            have = "has" if len(having) == 1 else "have"
+            say(f"{len(having)} of {images} images {have} {what} ({pictures.name(index)}, for example): {then}")
+
+
+def _looked_at(pictures: Pictures) -> tuple[Checked | None, list[str]]:
+    keys: list[int] = []
+    problems: list[str] = []
+    for index in range(len(pictures)):
+        try:
+            key = pictures.key(index)
+        except DataError as error:
+            problems.append(str(error))
+            continue
+        if key is None:
+            return None, []
+        keys.append(_digest(key))
+    if problems:
+        return None, problems
     record = _record_of(pictures.place)
     known = _read(record)
-    new = [index for index, key in keys.items() if key not in known]
-    problems: list[str] = []
+    new = [index for index, key in enumerate(keys) if key not in known]
     try:
-        for index, problem in _verdicts(pictures, new):
-            if problem is None:
-                known.add(keys[index])
+        for index, seen in _inspected(pictures, new):
+            if isinstance(seen, Facts):
+                known[keys[index]] = (seen.content, int(seen.traits))
             else:
-                problems.append(problem)
+                problems.append(str(seen))
     finally:  # interrupted or not: what was found good need not be looked at again
         if new:
             _write(record, known)
-    return problems
+    if problems:
+        return None, problems
+    facts = [known[key] for key in keys]
+    contents = np.array([content for content, _ in facts], np.uint64)
+    return Checked(contents, np.array([traits for _, traits in facts], np.uint8)), []
 
 
 def _digest(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest())
 
 
 def _record_of(place: str) -> Path:
-    return cache_folder() / "images" / f"{hashlib.sha256(place.encode()).hexdigest()[:16]}.npy"
+    return cache_folder() / "images" / f"{hashlib.sha256(place.encode(errors='surrogateescape')).hexdigest()[:16]}.npy"
 
 
-def _read(record: Path) -> set[int]:
+def _read(record: Path) -> dict[int, tuple[int, int]]:
     try:
-        return set(np.load(record).tolist())
+        stored = np.load(record)
     except (OSError, ValueError, EOFError):  # not there yet, or damaged: then everything is looked at
-        return set()
+        return {}
+    if stored.dtype != _RECORD:  # of another version
+        return {}
+    facts = zip(stored["content"].tolist(), stored["traits"].tolist(), strict=True)
+    return dict(zip(stored["key"].tolist(), facts, strict=True))
 
 
-def _verdicts(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, str | None]]:
-    def look(index: int) -> str | None:
+def _inspected(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, Facts | DataError]]:
+    def look(index: int) -> Facts | DataError:
         try:
-            pictures.open(index, reduced=True)
+            return pictures.inspect(index)
         except DataError as error:
-            return str(error)
-        return None
+            return error
 
     said = time.monotonic()
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow lets go of Python's lock while it decodes
@@ -85,11 +151,12 @@ def _verdicts(pictures: Pictures, indices: list[int]) -> Iterator[tuple[int, str
                 log.info(f"checking {pictures.place}: {start + len(part)} of {len(indices)} images are read")
 
 
-def _write(record: Path, digests: set[int]) -> None:
+def _write(record: Path, known: dict[int, tuple[int, int]]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
     aside = record.with_name(f".{os.getpid()}-{record.name}")
+    rows: Any = [(key, *facts) for key, facts in sorted(known.items())]
     try:
-        np.save(aside, np.array(sorted(digests), dtype=np.uint64))
+        np.save(aside, np.array(rows, _RECORD))
         aside.replace(record)
     finally:
         aside.unlink(missing_ok=True)

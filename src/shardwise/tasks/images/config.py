@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from shardwise.config.schema import Block, PathText, hub_name
 from shardwise.tasks.hub_data import HubData
+
+ColourValue = Annotated[int, Field(ge=0, le=255)]
 
 
 class ImagesData(HubData):
@@ -18,7 +20,7 @@ class ImagesData(HubData):
     )
     root: PathText | None = Field(
         None,
-        description="folder: holds train/<class>/ and, if there is one, valid/<class>/ (or val/) with the image files.",
+        description="folder: holds train/<class>/ and, if there is one, valid/<class>/ (or val/, validation/) with the images.",
     )
     image_column: str = Field("image", min_length=1, description="hub: the column that holds the image.")
     label_column: str = Field("label", min_length=1, description="hub: the column that holds the class.")
@@ -50,6 +52,12 @@ class ImagesData(HubData):
         description="Training: smallest share of the area that a random crop keeps; 1: no random crop.",
     )
     flip: bool = Field(True, description="Training: mirror every other image, left to right.")
+    background: list[ColourValue] = Field(
+        [255, 255, 255],
+        min_length=3,
+        max_length=3,
+        description="Red, green and blue, 0 to 255, that are seen where an image is transparent.",
+    )
     mean: list[float] | None = Field(
         None,
         min_length=3,

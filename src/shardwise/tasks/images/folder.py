@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,26 +14,53 @@ from PIL import Image
 
 from shardwise.errors import DataError
 from shardwise.tasks.images.config import ImagesData
-from shardwise.tasks.images.pictures import Pictures, decode
+from shardwise.tasks.images.decode import WHITE, Background, Facts, decode, inspect
+from shardwise.tasks.images.pictures import Pictures
 
 log = logging.getLogger(__name__)
 
-ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
+ENDINGS = {
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+}
+NOT_READ = {
+    *(".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".tga", ".psd", ".svg", ".eps", ".pdf", ".ico", ".exr", ".hdr"),
+    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".dcm", ".npy", ".npz", ".nii", ".mat"),
+}
+"""Endings of files that hold images all the same: somebody may think that they are trained on."""
+VALIDATION = ("valid", "val", "validation")
+LEFT_BY_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
+"""In lower case. Hidden files and folders are left out as well: .DS_Store, .ipynb_checkpoints, which holds copies."""
 
 
 class Files(Pictures):
-    def __init__(self, files: list[Path], labels: list[int], place: str) -> None:
-        self.files, self.labels, self.place = files, np.array(labels), place
+    def __init__(self, files: list[Path], labels: list[int], place: str, background: Background = WHITE) -> None:
+        self.files, self.labels, self.place, self.background = files, np.array(labels), place, background
 
-    def open(self, index: int, *, reduced: bool = False) -> Image.Image:
-        return decode(self.files[index], self.name(index), reduced=reduced)
+    def open(self, index: int) -> Image.Image:
+        return decode(self.files[index], self.name(index), self.background)
 
     def name(self, index: int) -> str:
         return str(self.files[index])
 
     def key(self, index: int) -> str:
-        facts = self.files[index].stat()
-        return f"{self.files[index].absolute()}/{facts.st_size}/{facts.st_mtime_ns}"
+        file = self.files[index]
+        try:
+            facts = file.stat()
+        except OSError as error:
+            gone = isinstance(error, FileNotFoundError)
+            reason = "it is gone, or a link that leads nowhere" if gone else error.strerror
+            raise DataError(f"{file} cannot be read as an image: {reason}") from None
+        if not stat.S_ISREG(facts.st_mode):  # reading a pipe would wait forever
+            raise DataError(f"{file} cannot be read as an image: it is not a file but a pipe, a socket or a device")
+        return f"{file.absolute()}/{facts.st_size}/{facts.st_mtime_ns}"
+
+    def inspect(self, index: int) -> Facts:
+        try:
+            content = self.files[index].read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.files[index]} cannot be read as an image: {error.strerror}") from None
+        return inspect(content, self.name(index))
 
 
 def read_folder(options: ImagesData) -> tuple[list[str], Files, Files | None]:
@@ -39,8 +68,8 @@ def read_folder(options: ImagesData) -> tuple[list[str], Files, Files | None]:
     root = Path(str(options.root))
     if not root.is_dir():
         raise DataError(f"data.root: there is no folder {root}. It holds train/<class>/ with the images of each class")
-    train = root / "train"
-    if not train.is_dir():
+    train = _one_of(root, ("train",))
+    if train is None:
         raise DataError(
             f"data.root: {root} has no folder train (it has {_listed([path.name for path in root.iterdir()])}): "
             "put the class folders into train/"
@@ -49,50 +78,112 @@ def read_folder(options: ImagesData) -> tuple[list[str], Files, Files | None]:
     classes = options.classes or found
     if len(classes) < 2:
         raise DataError(f"{train} holds {len(classes)} class folders: to tell classes apart, it needs two or more")
-    held_out = next((root / name for name in ("valid", "val") if (root / name).is_dir()), None)
-    return classes, _files(train, classes), _files(held_out, classes) if held_out else None
+    valid = _one_of(root, VALIDATION)
+    if valid is None:
+        _mention_other_folders(root, train, set(found), options.valid_fraction)
+    background = _background(options)
+    return classes, _files(train, classes, background), _files(valid, classes, background) if valid else None
+
+
+def _one_of(root: Path, names: tuple[str, ...]) -> Path | None:
+    """The folder with one of these names, in capitals or not."""
+    found = sorted(path.name for path in root.iterdir() if path.name.lower() in names)
+    if len(found) > 1:
+        meant = "the validation data" if names == VALIDATION else "the training data"
+        raise DataError(
+            f"{root} has {' and '.join(found)}, and only one of them can be {meant}: rename or remove the other"
+        )
+    if found and not (root / found[0]).is_dir():
+        raise DataError(f"{root / found[0]} is not a folder, or a link that leads nowhere: mend or remove it")
+    return root / found[0] if found else None
+
+
+def _mention_other_folders(root: Path, train: Path, classes: set[str], share: float) -> None:
+    """Those with folders of the same classes, such as test: did somebody mean to validate on them?"""
+    beside = [name for name in _class_folders(root) if name != train.name]
+    if others := [name for name in beside if classes & set(_class_folders(root / name))]:
+        log.warning(
+            f"{root}: {_listed(others)} beside {train.name} is not read; {share:.0%} of every class of {train.name} is held "
+            f"out for validation. A folder named {VALIDATION[0]} would be validated on instead"
+        )
+
+
+def _background(options: ImagesData) -> Background:
+    red, green, blue = options.background
+    return red, green, blue
 
 
 def _class_folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path.name for path in folder.iterdir() if not _of_a_system(path.name) and path.is_dir())
 
 
-def _files(folder: Path, classes: list[str]) -> Files:
+def _files(folder: Path, classes: list[str], background: Background) -> Files:
     files: list[Path] = []
     labels: list[int] = []
     others: list[Path] = []
+    numbers = {name: number for number, name in enumerate(classes)}
     for name in _class_folders(folder):
-        if name not in classes:
+        if name not in numbers:
             near = difflib.get_close_matches(name, classes, 1)
             raise DataError(
-                f"{folder / name}: there is no class {name!r} {'in data.classes or ' if folder.name == 'train' else ''}"
+                f"{folder / name}: there is no class {name!r} {'in data.classes or ' if folder.name.lower() == 'train' else ''}"
                 f"in training{f'; nearest: {near[0]!r}' if near else ''}. Rename or remove the folder"
             )
-        images, skipped_batches = _images_in(folder / name)
+        images: list[Path] = []
+        for file in _files_below(folder / name):
+            (images if file.suffix.lower() in ENDINGS else others).append(file)
         if not images:
             raise DataError(
                 f"{folder / name} has no images (files ending in {' '.join(sorted(ENDINGS))}): add some, or remove the folder"
             )
         files += images
-        labels += [classes.index(name)] * len(images)
-        others += skipped_batches
+        labels += [numbers[name]] * len(images)
     if not files:
         raise DataError(f"{folder} holds no class folders: it needs one per class, with the images in them")
-    if others:
-        log.info(f"{folder}: {len(others)} files do not end as images do and are left out, {others[0].name} first")
-    return Files(files, labels, str(folder.absolute()))
+    _mention_left_out(folder, others)
+    return Files(files, labels, str(folder.absolute()), background)
 
 
-def _images_in(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Images and other files, sorted, those in folders below included. Hidden files are neither."""
-    images: list[Path] = []
-    others: list[Path] = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
+def _mention_left_out(folder: Path, others: list[Path]) -> None:
+    loose = [path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and not _of_a_system(path.name)]
+    if loose:
+        log.warning(
+            f"{folder}: {len(loose)} images lie in no class folder and are left out, {min(loose).name} first: put them into one"
+        )
+    if images := [path for path in others if path.suffix.lower() in NOT_READ]:
+        log.warning(
+            f"{folder}: {len(images)} files are of kinds that are not read, and are left out: {images[0]} for example. Convert "
+            "them to PNG or JPEG to train on them"
+        )
+    if rest := [path for path in others if path.suffix.lower() not in NOT_READ]:
+        log.info(f"{folder}: {len(rest)} files do not end as images do and are left out, {rest[0].name} first")
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Sorted, those in folders below included; without what is hidden or left by a system."""
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}. Its images would be left out without a word"
+        )
+
+    above: dict[str, tuple[tuple[int, int], ...]] = {}
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+        here = Path(parent).stat()
+        way = above.get(os.path.dirname(parent), ())  # noqa: PTH120
+        if (here.st_dev, here.st_ino) in way:
+            raise DataError(
+                f"{parent} is a link to a folder that it lies in, so there is no end to it: remove the link"
+            )
+        above[parent] = (*way, (here.st_dev, here.st_ino))
+        folders[:] = sorted(name for name in folders if not _of_a_system(name))
         for name in sorted(names):
-            if not name.startswith("."):
-                (images if os.path.splitext(name)[1].lower() in ENDINGS else others).append(Path(parent, name))  # noqa: PTH122
-    return images, others
+            if not _of_a_system(name):
+                yield Path(parent, name)
+
+
+def _of_a_system(name: str) -> bool:
+    return name.startswith(".") or name.lower() in LEFT_BY_SYSTEMS
 
 
 def _listed(names: list[str]) -> str:

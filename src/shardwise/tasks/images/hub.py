@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,21 +12,36 @@ from PIL import Image
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
 from shardwise.tasks.images.config import ImagesData
-from shardwise.tasks.images.pictures import Pictures, decode
+from shardwise.tasks.images.decode import WHITE, Background, Facts, decode, inspect
+from shardwise.tasks.images.pictures import Pictures
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
 class HubImages(Pictures):
-    def __init__(self, images: Dataset, labels: list[int], column: str, place: str) -> None:
+    def __init__(
+        self, images: Dataset, labels: list[int], column: str, place: str, background: Background = WHITE
+    ) -> None:
         self.images, self.labels, self.column, self.place = images, np.array(labels), column, place
+        self.background = background
 
-    def open(self, index: int, *, reduced: bool = False) -> Image.Image:
+    def open(self, index: int) -> Image.Image:
+        return decode(self._stored(index), self.name(index), self.background)
+
+    def inspect(self, index: int) -> Facts:
+        stored = self._stored(index)
+        try:
+            content = stored if isinstance(stored, bytes) else stored.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.name(index)} cannot be read as an image: {error}") from None
+        return inspect(content, self.name(index))
+
+    def _stored(self, index: int) -> bytes | Path:
         stored = self.images[index][self.column]
         if not stored or not (stored.get("bytes") or stored.get("path")):
             raise DataError(f"{self.name(index)} cannot be read as an image: {self.column!r} is empty")
-        return decode(stored["bytes"] or stored["path"], self.name(index), reduced=reduced)
+        return stored["bytes"] or Path(stored["path"])
 
     def name(self, index: int) -> str:
         return f"{self.place}, row {index}"
@@ -56,9 +72,14 @@ def _with_columns(options: ImagesData, split: str) -> Dataset:
 
 def _classes(dataset: Dataset, options: ImagesData) -> list[str]:
     """The names that the data set declares, or the values that there are, sorted."""
-    if names := getattr(dataset.features[options.label_column], "names", None):
-        return list(names)
+    if names := _declared(dataset, options):
+        return names
     return [str(value) for value in sorted({value for value in dataset[options.label_column] if _is_label(value)})]
+
+
+def _declared(dataset: Dataset, options: ImagesData) -> list[str]:
+    """What the data set says that its numbers mean."""
+    return list(getattr(dataset.features[options.label_column], "names", None) or [])
 
 
 def _is_label(value: Any) -> bool:
@@ -69,9 +90,16 @@ def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str])
     import datasets
 
     place = f"{options.dataset} ({split})"
-    # A declared class, or a number where data.classes says what the numbers mean, is an index; all else is a name.
-    by_number = bool(getattr(dataset.features[options.label_column], "names", None) or options.classes)
-    labels = _labels(dataset[options.label_column], classes, by_number, place, options.label_column)
+    values: Sequence[Any] = dataset[options.label_column]
+    declared = _declared(dataset, options)
+    # A number is an index into what data.classes says. Where that has the declared names in another order, or some of them, it
+    # is meant to choose among them, and not to call a cat a dog: then names decide. What is not a number is a name anyway.
+    if declared and declared != classes and set(declared) & set(classes):
+        values = [declared[value] if isinstance(value, int) and value >= 0 else value for value in values]
+        by_number = False
+    else:
+        by_number = bool(declared or options.classes)
+    labels = _labels(values, classes, by_number, place, options.label_column)
     images = dataset.select_columns([options.image_column])
     try:
         images = images.cast_column(options.image_column, datasets.Image(decode=False))
@@ -80,7 +108,8 @@ def _rows(dataset: Dataset, options: ImagesData, split: str, classes: list[str])
         raise DataError(
             f"data.image_column: {options.image_column!r} of {options.dataset!r} does not hold images, but {kind}"
         ) from error
-    return HubImages(images, labels, options.image_column, place)
+    red, green, blue = options.background
+    return HubImages(images, labels, options.image_column, place, (red, green, blue))
 
 
 def _labels(values: Sequence[Any], classes: list[str], by_number: bool, place: str, column: str) -> list[int]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from shardwise.data.holdout import hold_out
 from shardwise.errors import DataError
-
-DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
-"""More than eight bits per value: Pillow would cut them off at 255 without a word."""
+from shardwise.tasks.images.decode import Facts
 
 
 class Pictures(ABC):
@@ -28,8 +24,8 @@ class Pictures(ABC):
         return len(self.labels)
 
     @abstractmethod
-    def open(self, index: int, *, reduced: bool = False) -> Image.Image:
-        """The image in RGB. `reduced`: all of it is read, but it may come out smaller where that is faster."""
+    def open(self, index: int) -> Image.Image:
+        """The image in RGB."""
 
     def name(self, index: int) -> str:
         """What a person would look for."""
@@ -38,6 +34,10 @@ class Pictures(ABC):
     def key(self, index: int) -> str | None:
         """Changes whenever the stored image does; None where there is nothing to check."""
         return None
+
+    def inspect(self, index: int) -> Facts:
+        """Reads all of the stored image; a DataError says why it cannot be used. Asked for where there is a key."""
+        raise NotImplementedError
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Subset(Pictures):
         self.labels = self.whole.labels[self.indices]
         self.place = self.whole.place
 
-    def open(self, index: int, *, reduced: bool = False) -> Image.Image:
-        return self.whole.open(int(self.indices[index]), reduced=reduced)
+    def open(self, index: int) -> Image.Image:
+        return self.whole.open(int(self.indices[index]))
 
     def name(self, index: int) -> str:
         return self.whole.name(int(self.indices[index]))
@@ -58,26 +58,17 @@ class Subset(Pictures):
     def key(self, index: int) -> str | None:
         return self.whole.key(int(self.indices[index]))
 
+    def inspect(self, index: int) -> Facts:
+        return self.whole.inspect(int(self.indices[index]))
+
 
 @dataclass(frozen=True)
 class ImageData:
     classes: list[str]
     train: Pictures
     valid: Pictures
-
-
-def decode(source: Path | bytes, name: str, *, reduced: bool = False) -> Image.Image:
-    """An image file as RGB, decoded to its last byte."""
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-            if reduced:
-                image.draft("RGB", (1, 1))  # JPEG at an eighth of its size: every byte is still read
-            if image.mode not in DEEP_MODES:
-                return image.convert("RGB")  # which reads all of it
-            mode = image.mode
-    except Exception as error:  # Pillow's plugins raise what they like: SyntaxError, zlib.error, struct.error
-        raise DataError(f"{name} cannot be read as an image: {_reason(error)}") from None
-    raise DataError(f"{name} cannot be read as an image: it has more than 8 bits per value (mode {mode}); convert it")
+    held_out: bool = False
+    """Whether the validation images are a share of one pool, and not named by the user."""
 
 
 def held_out(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -92,10 +83,3 @@ def held_out(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray
     if not sum(len(part) for part in valid):
         raise DataError("no class has two images, so none can be held out for validation: add images")
     return np.sort(np.concatenate(train)), np.sort(np.concatenate(valid))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "it is gone"
-    text = str(error)
-    return "not a kind of image that Pillow knows" if "cannot identify image file" in text else text or repr(error)

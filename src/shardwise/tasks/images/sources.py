@@ -24,4 +24,4 @@ def load_images(options: ImagesData, seed: int, size: int) -> ImageData:
     if valid is not None:
         return ImageData(classes, train, valid)
     kept, out = held_out(train.labels, options.valid_fraction, seed)
-    return ImageData(classes, Subset(train, kept), Subset(train, out))
+    return ImageData(classes, Subset(train, kept), Subset(train, out), held_out=True)

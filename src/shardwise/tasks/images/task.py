@@ -21,9 +21,12 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.compat.modules import BatchNorm
+from shardwise.data import Contents, SampleContents
+from shardwise.data.overlap import ANY, MOST, NEVER
 from shardwise.parallel import strategy_for
 from shardwise.tasks.base import Loss, Task
-from shardwise.tasks.images.check import check_images
+from shardwise.tasks.images.check import Checked, check_images, tell_traits
+from shardwise.tasks.images.classes import check_classes, tell_conflicts
 from shardwise.tasks.images.config import ImagesData, ImagesModel
 from shardwise.tasks.images.model import build_classifier, pretrained_look
 from shardwise.tasks.images.pictures import ImageData
@@ -38,6 +41,8 @@ class ImagesTask(Task):
     Data, Model = ImagesData, ImagesModel
     unit = "images"
     one_size = True
+    _checked: list[Checked | None] | None = None
+    """Of the training and the validation images, where this process has checked them."""
 
     @property
     def _data_options(self) -> ImagesData:
@@ -53,7 +58,7 @@ class ImagesTask(Task):
 
     @cached_property
     def classes(self) -> list[str]:
-        return self._data_options.classes or self._images.classes
+        return list(self.trained_labels) or self._data_options.classes or self._images.classes
 
     @cached_property
     def look(self) -> Look:
@@ -70,13 +75,37 @@ class ImagesTask(Task):
         )
 
     def prepare_data(self) -> None:
-        check_images(self._images.train, self._images.valid)
+        images, options = self._images, self._data_options
+        parts = [images.train, images.valid]
+        check_classes(images, self.classes)
+        self._checked = check_images(*parts)
+        chosen = "background" in options.model_fields_set
+        tell_traits(parts, self._checked, str(options.background), chosen=chosen)
+        tell_conflicts(images, self.classes, self._checked[0])
 
     def train_data(self) -> Views:
         return Views(self._images.train, self.look, training=True)
 
     def valid_data(self) -> Views:
         return Views(self._images.valid, self.look, training=False)
+
+    def sample_contents(self, train: Any, valid: Any) -> SampleContents | None:
+        """By the bytes of the files, which were read when they were checked."""
+        images = self._images
+        checked = self._checked if self._checked is not None else check_images(images.train, images.valid)
+        if (trained := checked[0]) is None or (validated := checked[1]) is None:
+            return None
+        return SampleContents(
+            Contents(trained.contents, images.train.name),
+            Contents(validated.contents, images.valid.name),
+            unit="images",
+            # Of a published data set, both parts are given, and some have a few copies in both.
+            error_above=NEVER if images.held_out else ANY if self._data_options.source == "folder" else MOST,
+            held_out=images.held_out,
+        )
+
+    def labels(self) -> list[str]:
+        return self.classes
 
     def build_model(self) -> nn.Module:
         model = build_classifier(self._model_options, self.classes, self.look.size)

@@ -18,6 +18,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 RATIOS = (3 / 4, 4 / 3)
 """Width over height of a random crop."""
 _TRIES = 10
+_STRIPE = 16
+"""How many times longer than wide an image is that is called a stripe."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ def training_view(image: Image.Image, look: Look) -> Image.Image:
 def validation_view(image: Image.Image, look: Look) -> Image.Image:
     """The centre, after the shorter side was brought to its length."""
     short, long = sorted(image.size)
+    if long > _STRIPE * short:
+        # A stripe that is enlarged would take gigabytes; what its ends hold is not seen anyway.
+        kept = _STRIPE * short
+        left, top = max(0, image.width - kept) // 2, max(0, image.height - kept) // 2
+        image = image.crop((left, top, left + min(image.width, kept), top + min(image.height, kept)))
+        long = kept
     sides = look.shorter_side, int(look.shorter_side * long / short)
     width, height = sides if image.width <= image.height else sides[::-1]
     resized = image.resize((width, height), Image.Resampling.BILINEAR)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config
+from shardwise.data import SampleContents
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.segmentation.check import Facts, check_subjects, read_grid
 from shardwise.tasks.segmentation.config import SegmentationData, SegmentationModel, metric_name
@@ -32,6 +33,7 @@ from shardwise.tasks.segmentation.network import (
     network_blocks,
     network_regions,
 )
+from shardwise.tasks.segmentation.overlap import subject_contents
 from shardwise.tasks.segmentation.overlays import SUBJECTS, draw_overlays, overlay_row
 from shardwise.tasks.segmentation.subjects import Split, find_subjects, read_dataset_json
 from shardwise.tasks.segmentation.synthetic import make_synthetic
@@ -123,6 +125,9 @@ class SegmentationTask(Task):
 
     def valid_data(self) -> ValidVolumes:
         return ValidVolumes(Volumes(self.subjects.valid, self.data))
+
+    def sample_contents(self, train: Any, valid: Any) -> SampleContents:
+        return subject_contents(self.subjects)
 
     def build_model(self) -> nn.Module:
         return build_network(self.config.model, self.shapes)
