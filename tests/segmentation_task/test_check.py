@@ -11,7 +11,8 @@ import pytest
 
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
-from shardwise.tasks.segmentation import check
+from shardwise.tasks.segmentation import check, facts
+from shardwise.tasks.segmentation.nifti import Grid
 from tests.segmentation_task.files import a_volume, folder_task, msd_task, write_folder, write_msd, write_nifti
 
 
@@ -39,9 +40,10 @@ def test_right_files_are_let_through(root: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "shardwise"):
         task.prepare_data()
     assert caplog.records == [], "nothing to complain about"
-    grid = check.Grid((16, 16, 16), 1, np.eye(4).tolist())
-    found = check.check_subjects(task.subjects.all, classes=2, channels=None)
-    assert found == [check.Facts(grid, grid, finite=True, values=[0.0, 1.0])] * 3
+    found = check.check_subjects(task.subjects.all, 2, None, task.data)
+    grid = Grid((16, 16, 16), 1, np.eye(4).tolist())
+    assert [(each.image, each.label, each.values) for each in found] == [(grid, grid, [0.0, 1.0])] * 3
+    assert all(-2 < each.lowest < 0 < 2 < each.highest < 4 for each in found)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "flipped"])
@@ -186,13 +188,13 @@ def test_volumes_smaller_than_a_patch_are_padded_and_mentioned(root: Path, caplo
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The subjects whose files were read to the end."""
     read: list[str] = []
-    original = check.inspect_files
+    original = facts.inspect_files
 
     def counted(subject: Any) -> Any:
         read.append(subject.name)
         return original(subject)
 
-    monkeypatch.setattr(check, "inspect_files", counted)
+    monkeypatch.setattr(facts, "inspect_files", counted)
     return read
 
 

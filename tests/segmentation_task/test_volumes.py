@@ -14,7 +14,7 @@ from shardwise.data import GlobalOrder, Reader, StepLoader
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation import volumes
-from shardwise.tasks.segmentation.check import read_grid
+from shardwise.tasks.segmentation.facts import facts_of
 from shardwise.tasks.segmentation.task import SegmentationTask
 from shardwise.tasks.segmentation.transforms import shape_after
 from tests.distributed.pool import RankPool
@@ -86,7 +86,7 @@ def test_the_shape_is_known_from_the_header(tmp_path: Path, spacing: str | None)
         write_classes_apart(tmp_path / part / part, OBLIQUE)
     settings = ["data.spatial_mode=patches", "data.classes=4", *([f"data.spacing={spacing}"] if spacing else [])]
     task = folder_task(tmp_path, *settings)
-    grid = read_grid(tmp_path / "valid" / "valid" / "img.nii.gz")
+    grid = facts_of(task.subjects.valid[0]).image
     assert shape_after(grid, task.data) == tuple(task.valid_data()[0]["image"].shape[1:])
 
 
@@ -149,7 +149,9 @@ def test_an_entry_that_is_damaged_is_made_again(tmp_path: Path, reads: list[str]
     (entry,) = (cache_folder() / "segmentation").glob("*.pt")
     entry.write_bytes(entry.read_bytes()[:1000])
     assert torch.equal(folder_task(tmp_path).valid_data()[0]["image"], before)
-    assert len(reads) == 2 and [file.name for file in (cache_folder() / "segmentation").iterdir()] == [entry.name]
+    assert len(reads) == 2 and [file for file in (cache_folder() / "segmentation").iterdir() if file.is_file()] == [
+        entry
+    ]
 
 
 def test_a_volume_that_cannot_be_transformed_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -158,8 +160,9 @@ def test_a_volume_that_cannot_be_transformed_leaves_nothing_behind(tmp_path: Pat
     image.write_bytes(b"no volume")  # after it was checked
     with pytest.raises(DataError) as caught:
         folder_task(tmp_path).valid_data()[0]
-    assert str(caught.value).startswith(f"{image} or its label cannot be read: ")
-    assert not list((cache_folder() / "segmentation").iterdir())
+    assert str(caught.value).startswith(f"{image} is damaged or no NIfTI file (")
+    left = [file for file in (cache_folder() / "segmentation").rglob("*") if file.is_file()]
+    assert [file.suffix for file in left] == [".json"], "what is known of the subject that it looked at first"
 
 
 # ---------------------------------------------------------------- what is random
