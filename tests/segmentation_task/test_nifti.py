@@ -239,6 +239,21 @@ def test_a_header_that_does_not_say_where_the_voxels_lie_is_refused(tmp_path: Pa
     assert complaint(file).startswith(f"{file} has a header that does not say where its voxels lie (the affine is not")
 
 
+def test_where_the_header_contradicts_itself_the_place_is_that_of_monai(tmp_path: Path) -> None:
+    from monai.transforms import LoadImage
+
+    volume = nibabel.Nifti1Image(a_volume((8, 8, 8))[0], np.diag([2.0, 2, 3, 1]))
+    volume.set_qform(np.diag([2.0, 2, 3, 1]), code=1)
+    file = tmp_path / "img.nii"
+    nibabel.save(volume, file)
+    content = bytearray(file.read_bytes())
+    content[280:284] = struct.pack("<f", 9.0)  # of the sform
+    file.write_bytes(content)
+    assert nibabel.load(file).affine[0, 0] == 9
+    found = np.array(read_volume(file)[0].affine)
+    assert np.array_equal(found, LoadImage(reader="NibabelReader")(str(file)).affine.numpy()) and found[0, 0] == 2
+
+
 def test_sides_and_sizes_are_told_in_one_order_however_a_file_is_turned(tmp_path: Path) -> None:
     grid, _ = read_volume(write_nifti(tmp_path / "a.nii.gz", np.zeros((4, 5, 6), np.float32), OBLIQUE))
     shape, size = grid.upright()

@@ -92,7 +92,6 @@ def _unpacked(file: Path) -> Iterator[IO[bytes]]:
 def _on(stream: IO[bytes], file: Path) -> Any:
     """nibabel's image on the open file, which stays open, so that it can be read on behind the array."""
     import nibabel
-    from monai.data.utils import correct_nifti_header_if_necessary
 
     start = stream.read(540)
     stream.seek(0)
@@ -107,8 +106,14 @@ def _on(stream: IO[bytes], file: Path) -> Any:
         raise ValueError("it does not begin with the header of one" if start else "it is empty")
     # Not mapped: a file that is cut while it is read would end the process.
     volume = kind.from_file_map({"image": nibabel.FileHolder(str(file), stream)}, mmap=False)
-    # Where sform and voxel size contradict each other and the qform does not, the qform holds, as everywhere in MONAI.
-    return correct_nifti_header_if_necessary(volume) if _usable(volume.affine) else volume
+    sizes = volume.header.get_zooms()[:3]
+    if len(sizes) < 3 or not _usable(volume.affine) or np.allclose(sizes, nibabel.affines.voxel_sizes(volume.affine)):
+        return volume
+    # sform and voxel size contradict each other: if the qform does not, it holds, as everywhere in MONAI. Imported here,
+    # because it takes seconds.
+    from monai.data.utils import correct_nifti_header_if_necessary
+
+    return correct_nifti_header_if_necessary(volume)
 
 
 def _problem(volume: Any) -> str | None:
