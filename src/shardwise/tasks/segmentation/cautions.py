@@ -103,7 +103,7 @@ def warn_of_unknown_sides(subjects: Sequence[Subject], facts: Sequence[Facts], s
     if sided and lost:
         log.warning(
             f"the header of {len(lost)} of {len(subjects)} images does not say which side is left (qform and sform code "
-            f"are 0), but the classes {_list(sided)} depend on it: {lost[0].image} for example"
+            f"are 0), but the class(es) {_list(sided)} depend on it: {lost[0].image} for example"
         )
 
 

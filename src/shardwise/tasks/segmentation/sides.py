@@ -14,19 +14,17 @@ from collections.abc import Sequence
 def sided_names(names: Sequence[str]) -> list[str]:
     """Those that name a side, in their order."""
     words = [_words(name) for name in names]
-    mirrored = {tuple(each) for each in words}
+    known = {tuple(word.lower() for word in each) for each in words}
     return [
         name
         for name, each in zip(names, words, strict=True)
-        if any(_is_side(each, place, mirrored) for place in range(len(each)))
+        if any(_is_side(each, place, known) for place in range(len(each)))
     ]
 
 
 def _plain(text: str) -> str:
-    """Without accents, in lower case."""
-    return "".join(
-        letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter)
-    ).lower()
+    """Without accents."""
+    return "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
 
 
 WORDS = frozenset(
@@ -43,7 +41,9 @@ WORDS = frozenset(
         "vasen oikea "  # Finnish
         "lewa lewy lewe lewej prawa prawy prawe prawej leva levy leve prava pravy prave "  # Polish, Czech
         "левый левая левое левого левой правый правая правое правого правой"
-    ).split()
+    )
+    .lower()
+    .split()
 )
 IDEOGRAMS = "左右"
 PAIRS = ("l r", "lt rt", "lft rgt", "lh rh", "sx dx", "sin dex", "sin dx", "li re", "g d", "izq der", "esq dir")
@@ -57,7 +57,7 @@ ALONE = frozenset({"l", "r", "lt", "rt", "lh", "rh"})
 
 
 def _words(name: str) -> list[str]:
-    """`LeftKidney_2` → left, kidney, 2. Accents and case are left out."""
+    """`LeftKidney_2` → Left, Kidney, 2. Accents are left out."""
     parts = re.split(r"[\W_]+", name)
     found = [word for part in parts for word in re.findall(r"[^\W\d_]+\d*|\d+", _apart(part))]
     return [_plain(word) for word in found]
@@ -68,17 +68,14 @@ def _apart(part: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", part)
 
 
-def _is_side(words: Sequence[str], place: int, names: set[tuple[str, ...]]) -> bool:
+def _is_side(name: Sequence[str], place: int, known: set[tuple[str, ...]]) -> bool:
+    words = [word.lower() for word in name]
     word = words[place]
-    bare = word.rstrip("0123456789") or word
+    bare = word.rstrip("0123456789")
     if bare in WORDS or any(sign in word for sign in IDEOGRAMS):
-        return not (bare == "left" and list(words[place + 1 : place + 2]) == ["over"])
-
-    def there(other: str) -> bool:
-        return (*words[:place], other, *words[place + 1 :]) in names
-
-    row = _row(words, place, names)
-    if any(there(other) for other in _mirrored(word)):
+        return not (bare == "left" and words[place + 1 : place + 2] == ["over"])
+    row = _row(words, place, known)
+    if any((*words[:place], other, *words[place + 1 :]) in known for other in _mirrored(name[place])):
         return len(bare) > 1 or row <= 3  # L, M and R are sides, A to Z are not
     if word.startswith(("left", "right")) and not word.startswith(("leftover", "righteous", "rightful")):
         return True  # leftlung
@@ -86,19 +83,21 @@ def _is_side(words: Sequence[str], place: int, names: set[tuple[str, ...]]) -> b
     return word in ALONE and beside_a_name and row == 1
 
 
-def _mirrored(word: str) -> set[str]:
+def _mirrored(written: str) -> set[str]:
     """The same on the other side, if it names one."""
+    word = written.lower()
     bare = word.rstrip("0123456789")
     number = word[len(bare) :]
     found = {other + number for other in OTHER.get(bare, ())}
     found |= {word.replace(a, b) for a, b in (("left", "right"), ("right", "left")) if a in word}  # lungleft, lungright
-    if len(bare) <= 4:  # LV and RV, LUL and RUL, AmyL and AmyR; longer ones are words
+    # LV and RV, LUL and RUL, lkid and rkid, but not led and red.
+    if len(bare) <= 2 or (len(bare) <= 4 and (written.isupper() or bare[1] not in "aeiouy")):
         found |= {b + word[1:] for a, b in ("lr", "rl") if word.startswith(a)}
         found |= {bare[:-1] + b + number for a, b in ("lr", "rl") if bare.endswith(a)}
     return found
 
 
-def _row(words: Sequence[str], place: int, names: set[tuple[str, ...]]) -> int:
+def _row(words: Sequence[str], place: int, known: set[tuple[str, ...]]) -> int:
     """How many names differ in this abbreviation alone: `spine T`, `spine L` and `spine S` are three."""
     number = words[place].lstrip("abcdefghijklmnopqrstuvwxyz")
     short = re.compile(r"[^\W\d_]{1,2}" + re.escape(number))
@@ -107,5 +106,5 @@ def _row(words: Sequence[str], place: int, names: set[tuple[str, ...]]) -> int:
         len(other) == len(words)
         and (*other[:place], *other[place + 1 :]) == rest
         and short.fullmatch(other[place]) is not None
-        for other in names
+        for other in known
     )
