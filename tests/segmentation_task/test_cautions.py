@@ -113,6 +113,20 @@ def test_a_single_slice_among_volumes_is_told(
     assert sample["image"].shape == sample["mask"].shape == (1, 16, 16, 16)
 
 
+@pytest.mark.parametrize("mode", ["resize", "patches"])
+def test_a_spacing_that_leaves_a_single_slice_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    """A header in metres, for example."""
+    write_spaced(tmp_path, [np.eye(4), np.eye(4), np.diag([0.001, 1, 1, 1])])
+    settings = [f"data.spatial_mode={mode}", "data.spacing=[1, 1, 1]"]
+    assert warnings_of(folder_task(tmp_path, *settings), caplog) == [
+        "1 of 3 volumes are a single slice after data.spacing [1.0, 1.0, 1.0], and "
+        f"{'zeros' if mode == 'patches' else 'copies of it'} fill data.size [16, 16, 16]: "
+        f"{tmp_path}/train/s2/img.nii.gz is 1×16×16"
+    ]
+
+
 def test_a_fourth_dimension_that_nobody_has_named_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for part in ("train", "valid"):
         image, label = a_volume((16, 16, 16))

@@ -138,6 +138,18 @@ def test_a_label_that_rounding_has_touched_is_the_whole_number_it_means(root: Pa
     assert task.train_data()[0][0]["mask"].unique().tolist() == [0, 1]
 
 
+def test_of_many_roundings_no_other_value_escapes(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As compression with loss leaves them: thousands of values near 0 come before the one that matters."""
+    label = a_volume((16, 16, 16))[1] + np.random.default_rng(0).uniform(-9e-4, 9e-4, (16, 16, 16))
+    assert len(np.unique(label)) > facts.MANY_VALUES
+    write_nifti(label_of(root), label)
+    folder_task(root).prepare_data()
+    assert caplog.records == [], "the foreground is found, too"
+    label[0, 0, 0] = 7
+    write_nifti(label_of(root), label)
+    assert f"{label_of(root)} has the value(s) 7, but data.classes is 2" in complaint(root)
+
+
 @pytest.mark.parametrize(("value", "shown"), [(1.01, "1.01"), (0.9882353, "0.9882353"), (-0.4, "-0.4"), (1.9, "1.9")])
 def test_a_label_between_two_whole_numbers_is_shown_with_all_its_digits(root: Path, value: float, shown: str) -> None:
     label = a_volume((16, 16, 16))[1].astype(np.float64)

@@ -162,6 +162,20 @@ def test_a_file_that_is_there_packed_and_unpacked_is_refused(tmp_path: Path, ste
     folder_task(tmp_path).prepare_data()
 
 
+@pytest.mark.parametrize("stem", ["img", "label"])
+def test_a_link_or_a_folder_in_place_of_a_file_is_named(tmp_path: Path, stem: str) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    file = tmp_path / "train" / "train-1" / f"{stem}.nii.gz"
+    file.unlink()
+    file.mkdir()
+    assert complaint(folder_task(tmp_path)) == (f"{file} is a folder: put the file itself there, or remove the subject")
+    file.rmdir()
+    file.symlink_to(tmp_path / "unmounted.nii.gz")
+    assert complaint(folder_task(tmp_path)) == (
+        f"{file} is a link that leads nowhere: put the file itself there, or remove the subject"
+    )
+
+
 def test_an_image_that_is_its_own_label_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path, train=3, valid=0)
     subject = tmp_path / "train" / "train-1"

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
-from shardwise.tasks.segmentation.nifti import by
+from shardwise.tasks.segmentation.nifti import Grid, by
 from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def check_foreground(split: Split, facts: Sequence[Facts], classes: Sequence[str
         "validation": (split.valid, facts[len(split.train) :]),
     }
     for name, (subjects, known) in parts.items():
-        there = {round(value) for each in known for value in each.values}
+        there = {value for each in known for value in each.values}
         absent = [label for number, label in enumerate(classes) if number and number not in there]
         if len(absent) == len(classes) - 1:
             raise DataError(
@@ -75,16 +75,18 @@ def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -
 
 def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], options: SegmentationData) -> None:
     """A picture among volumes: copies of it, or zeros, fill what the network sees."""
+    shapes = [_resampled(each.image, options) for each in facts]
     flat = [
-        (subject, each.image.upright()[0])
-        for subject, each in zip(subjects, facts, strict=True)
-        if any(side == 1 < wanted for side, wanted in zip(each.image.upright()[0], options.size, strict=True))
+        (subject.image, shape)
+        for subject, shape in zip(subjects, shapes, strict=True)
+        if any(side == 1 < wanted for side, wanted in zip(shape, options.size, strict=True))
     ]
     if flat:
         filled = "copies of it" if options.spatial_mode == "resize" else "zeros"
+        after = f" after data.spacing {options.spacing}" if options.spacing is not None else ""
         log.warning(
-            f"{len(flat)} of {len(subjects)} volumes are a single slice, and {filled} fill data.size {options.size}: "
-            f"{flat[0][0].image} is {by(flat[0][1])}"
+            f"{len(flat)} of {len(subjects)} volumes are a single slice{after}, and {filled} fill data.size "
+            f"{options.size}: {flat[0][0]} is {by(flat[0][1])}"
         )
 
 
@@ -118,6 +120,15 @@ def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -
         )
     elif not chosen:
         log.info(f"no flips from left to right: the class(es) {_list(sided)} tell one from the other")
+
+
+def _resampled(grid: Grid, options: SegmentationData) -> tuple[int, ...]:
+    """Its shape, before it is scaled to one size."""
+    shape, sizes = grid.upright()
+    if options.spacing is None:
+        return shape
+    sides = zip(shape, sizes, options.spacing, strict=True)
+    return tuple(max(1, round(side * size / wanted)) for side, size, wanted in sides)
 
 
 def _mm(size: tuple[float, float, float]) -> str:

@@ -18,8 +18,6 @@ log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_NEWS = 10.0
 LARGEST = float(np.finfo(np.float32).max)
-WHOLE = 1e-3
-"""A label this near to a whole number is meant to be it: scaled integers come back as 0.99998."""
 
 
 def check_subjects(
@@ -74,7 +72,7 @@ def _problems(subject: Subject, facts: Facts, classes: int, channels: int, optio
             f"{subject.label} lies {apart:.1f} voxels beside its image {subject.image.name} (their headers differ in "
             "orientation, spacing or origin): resample one onto the other"
         )
-    if strange := [value for value in facts.values if not _names_a_class(value, classes)]:
+    if strange := [value for value in facts.values if value not in range(classes)]:
         shown = ", ".join(f"{value:.7g}" for value in strange[:6]) + (", …" if len(strange) > 6 else "")
         yield (
             f"{subject.label} has the value(s) {shown}, but data.classes is {classes}, so 0 to {classes - 1} are "
@@ -96,10 +94,6 @@ def _wrong_values(subject: Subject, facts: Facts, options: SegmentationData) -> 
             f"{subject.image} has intensities from {low:g} to {high:g}, all outside of data.intensity_window {window}, "
             "so nothing would be left of it: set another window, or remove the subject"
         )
-
-
-def _names_a_class(value: float, classes: int) -> bool:
-    return bool(np.isfinite(value)) and abs(value - round(value)) <= WHOLE and 0 <= round(value) < classes
 
 
 def _voxels_apart(image: Grid, label: Grid) -> float:

@@ -25,6 +25,8 @@ from shardwise.tasks.segmentation.subjects import Subject
 
 MANY_VALUES = 1000
 """A label file with more values than this is no label file; that many are kept to show."""
+WHOLE = 1e-3
+"""A label this near to a whole number is meant to be it: scaled integers come back as 0.99998."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Facts:
     """Of the image's voxels, NaN if one of them is."""
     highest: float
     values: list[float]
-    """Those that occur in the label, the first MANY_VALUES of them."""
+    """Those that occur in the label, the first MANY_VALUES of them; what is WHOLE but for rounding is whole here."""
 
 
 def facts_of(subject: Subject) -> Facts:
@@ -92,4 +94,6 @@ def _values(label: NDArray[Any]) -> list[float]:
         found = np.flatnonzero(np.bincount(flat.astype(np.int64) if flat.dtype == np.uint64 else flat))
     else:
         found = np.unique(label)
+        whole = np.rint(found)
+        found = np.unique(np.where(np.abs(found - whole) <= WHOLE, whole, found))
     return [float(value) for value in found[:MANY_VALUES]]

@@ -155,7 +155,11 @@ def _subject_in(folder: Path) -> Subject:
 
 
 def _file(folder: Path, stem: str) -> Path | None:
-    there = [file for ending in ENDINGS if (file := folder / f"{stem}{ending}").is_file()]
+    there = [file for ending in ENDINGS if (file := folder / f"{stem}{ending}").is_symlink() or file.exists()]
+    for file in there:
+        if not file.is_file():
+            what = "a folder" if file.is_dir() else "a link that leads nowhere"
+            raise DataError(f"{file} is {what}: put the file itself there, or remove the subject")
     if len(there) > 1:
         raise DataError(
             f"{folder} has both {' and '.join(file.name for file in there)}: remove the one that is not meant"
