@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,18 @@ def test_classes_without_sides_are_flipped_everywhere_without_a_word(
 def test_the_names_of_a_dataset_json_count(tmp_path: Path) -> None:
     assert msd_task(write_msd(tmp_path)).flips == (0.0, 0.5, 0.5), "one of its classes is the left ventricle"
     assert msd_task(tmp_path, "data.classes=[background, ventricle, tumour]").flips == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [{"0": "background", "1": "left lung", "2": "right lung"}, {"nothing": 0, "left lung": 1, "right lung": 2}],
+)
+def test_the_names_of_a_dataset_json_count_where_the_config_has_a_number(tmp_path: Path, labels: Any) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"labels": labels}))
+    task = msd_task(tmp_path, "data.classes=3")
+    task.prepare_data()
+    assert task.flips == (0.0, 0.5, 0.5)
 
 
 def test_the_name_of_the_background_names_no_side() -> None:

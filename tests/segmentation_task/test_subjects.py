@@ -240,6 +240,18 @@ def test_a_dataset_json_with_something_missing_is_named(tmp_path: Path, change: 
     assert said.startswith(f"{file}: ") and message in said
 
 
+@pytest.mark.parametrize("labels", [None, {"background": 0, "liver": 1}, {"0": "b", "1": "a b", "2": "a-b"}])
+def test_labels_of_a_dataset_json_need_not_be_right_where_the_config_names_the_classes(
+    tmp_path: Path, labels: Any
+) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"labels": labels}))
+    assert complaint(msd_task(tmp_path)).endswith("; or set data.classes")
+    task = msd_task(tmp_path, "data.classes=[none, ventricle, tumour]")
+    task.prepare_data()
+    assert task.classes == ["none", "ventricle", "tumour"]
+
+
 def test_a_dataset_json_that_is_none_is_named(tmp_path: Path) -> None:
     file = tmp_path / "dataset.json"
     file.write_text("{")

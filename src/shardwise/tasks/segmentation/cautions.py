@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardwise.errors import DataError
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
 from shardwise.tasks.segmentation.nifti import Grid, by
@@ -17,24 +16,6 @@ log = logging.getLogger(__name__)
 
 ALIKE = 0.01
 """Voxels that differ in size by this share or less differ by rounding."""
-
-
-def check_foreground(split: Split, facts: Sequence[Facts], classes: Sequence[str]) -> None:
-    """A model cannot learn what is nowhere, and Dice is not defined where there is nothing to find."""
-    parts = {
-        "training": (split.train, facts[: len(split.train)]),
-        "validation": (split.valid, facts[len(split.train) :]),
-    }
-    for name, (subjects, known) in parts.items():
-        there = {value for each in known for value in each.values}
-        absent = [label for number, label in enumerate(classes) if number and number not in there]
-        if len(absent) == len(classes) - 1:
-            raise DataError(
-                f"none of the {len(subjects)} {name} labels has any foreground, {subjects[0].label} for example: "
-                "are these the right files?"
-            )
-        if absent:
-            log.warning(f"no {name} subject has the class(es) {', '.join(absent)}")
 
 
 def warn_of_shared_names(split: Split) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from shardwise.errors import DataError
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts, all_facts, facts_of
 from shardwise.tasks.segmentation.nifti import Grid, by
-from shardwise.tasks.segmentation.subjects import Subject, several
+from shardwise.tasks.segmentation.subjects import Split, Subject, several
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,24 @@ def check_subjects(
     if problems:
         raise several(problems)
     return facts
+
+
+def check_foreground(split: Split, facts: Sequence[Facts], classes: Sequence[str]) -> None:
+    """A model cannot learn what is nowhere, and Dice is not defined where there is nothing to find."""
+    parts = {
+        "training": (split.train, facts[: len(split.train)]),
+        "validation": (split.valid, facts[len(split.train) :]),
+    }
+    for name, (subjects, known) in parts.items():
+        there = {value for each in known for value in each.values}
+        absent = [label for number, label in enumerate(classes) if number and number not in there]
+        if len(absent) == len(classes) - 1:
+            raise DataError(
+                f"none of the {len(subjects)} {name} labels has any foreground, {subjects[0].label} for example: "
+                "are these the right files?"
+            )
+        if absent:
+            log.warning(f"no {name} subject has the class(es) {', '.join(absent)}")
 
 
 def check_again(subject: Subject, classes: int, channels: int, options: SegmentationData) -> None:

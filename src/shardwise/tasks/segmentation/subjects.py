@@ -41,9 +41,21 @@ class Split:
 class DatasetJson:
     """What is used of the dataset.json of a Decathlon task."""
 
+    file: Path
     subjects: list[Subject]
-    classes: list[str]
+    labels: Any
+    """As they stand there; they need not be right where the config names the classes."""
     channels: int
+
+    @property
+    def classes(self) -> list[str]:
+        return _class_names(self.file, self.labels)
+
+    @property
+    def names(self) -> list[str]:
+        """Whatever is named, in either of the two ways in which such files are written."""
+        both = [*self.labels, *self.labels.values()] if isinstance(self.labels, dict) else []
+        return [name for name in both if isinstance(name, str)]
 
 
 def find_subjects(options: SegmentationData, seed: int) -> Split:
@@ -78,7 +90,7 @@ def read_dataset_json(root: Path) -> DatasetJson:
     _each_once(file, subjects)
     modalities = content.get("modality")
     channels = len(modalities) if isinstance(modalities, dict | list) and modalities else 1
-    return DatasetJson(subjects, _class_names(file, content.get("labels")), channels)
+    return DatasetJson(file, subjects, content.get("labels"), channels)
 
 
 def several(problems: list[str]) -> DataError:
@@ -196,7 +208,9 @@ def _class_names(file: Path, labels: Any) -> list[str]:
     """{"0": "background", "1": "liver"}: the names in the order of their numbers."""
     numbers = [int(key) for key in labels if key.isdigit()] if isinstance(labels, dict) else []
     if len(numbers) < 2 or sorted(numbers) != list(range(len(numbers))):
-        raise DataError(f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}')
+        raise DataError(
+            f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}; or set data.classes'
+        )
     names = [str(labels[str(number)]) for number in range(len(numbers))]
     try:
         check_class_names(names)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.config import Config
 from shardwise.tasks.base import Loss, Rows, Task
 from shardwise.tasks.segmentation import cautions
-from shardwise.tasks.segmentation.check import check_subjects
+from shardwise.tasks.segmentation.check import check_foreground, check_subjects
 from shardwise.tasks.segmentation.config import SegmentationData, SegmentationModel, metric_name
 from shardwise.tasks.segmentation.dice import dice_scores, predicted, sample_losses
 from shardwise.tasks.segmentation.facts import Facts, facts_of
@@ -86,6 +86,7 @@ class SegmentationTask(Task):
         if self.data.source == "synthetic":
             make_synthetic(self.data, self.config.seed)
         facts = check_subjects(self.subjects.all, len(self.classes), self._known_channels(), self.data)
+        check_foreground(self.subjects, facts, self.classes)
         self._caution(facts)
         if self.in_patches:
             self._mind_small_volumes(facts)
@@ -93,7 +94,6 @@ class SegmentationTask(Task):
 
     def _caution(self, facts: list[Facts]) -> None:
         everybody = self.subjects.all
-        cautions.check_foreground(self.subjects, facts, self.classes)
         if self.data.source == "folder":
             cautions.warn_of_shared_names(self.subjects)
         cautions.warn_of_single_slices(everybody, facts, self.data)
@@ -101,9 +101,15 @@ class SegmentationTask(Task):
             cautions.warn_of_guessed_channels(everybody, facts)
         if self.in_patches and self.data.spacing is None:
             cautions.warn_of_mixed_spacing(everybody, facts)
-        sided = sided_names(self.classes[1:])
-        cautions.warn_of_unknown_sides(everybody, facts, sided)
-        cautions.warn_of_flipped_sides(sided, self.flips[0], chosen=self.data.flips is not None)
+        cautions.warn_of_unknown_sides(everybody, facts, self._sided)
+        cautions.warn_of_flipped_sides(self._sided, self.flips[0], chosen=self.data.flips is not None)
+
+    @cached_property
+    def _sided(self) -> list[str]:
+        """The classes that tell left from right. A number of classes has no names, but dataset.json may have them."""
+        if isinstance(self.data.classes, int) and self.data.source == "msd":
+            return sided_names(read_dataset_json(Path(str(self.data.root))).names)
+        return sided_names(self.classes[1:])
 
     @cached_property
     def flips(self) -> tuple[float, float, float]:
@@ -111,7 +117,7 @@ class SegmentationTask(Task):
         classes, a flip would make one of the other."""
         given = self.data.flips
         if given is None:
-            return (0.0 if sided_names(self.classes[1:]) else 0.5), 0.5, 0.5
+            return (0.0 if self._sided else 0.5), 0.5, 0.5
         x, y, z = given if isinstance(given, list) else [given] * 3
         return x, y, z
 
