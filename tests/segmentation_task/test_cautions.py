@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.tasks.segmentation.cautions import AT_MOST
+from shardwise.tasks.segmentation.subjects import AT_MOST
 from tests.segmentation_task.files import a_volume, folder_task, msd_task, write_folder, write_msd, write_nifti
 
 PATCHES = ["data.spatial_mode=patches", "data.size=[8, 8, 8]"]

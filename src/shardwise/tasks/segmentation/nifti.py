@@ -35,10 +35,11 @@ class Grid:
 
     def upright(self) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
         """Shape and voxel size in mm, in the order left-right, back-front, down-up."""
-        import nibabel
+        from nibabel import io_orientation
+        from nibabel.affines import voxel_sizes
 
-        axes = nibabel.io_orientation(np.array(self.affine))[:, 0].astype(int)
-        sizes = nibabel.affines.voxel_sizes(np.array(self.affine))
+        axes = io_orientation(np.array(self.affine))[:, 0].astype(int)
+        sizes = voxel_sizes(np.array(self.affine))
         shape, spacing = [0, 0, 0], [0.0, 0.0, 0.0]
         for place, axis in enumerate(axes):
             shape[axis], spacing[axis] = self.shape[place], float(sizes[place])
@@ -92,6 +93,7 @@ def _unpacked(file: Path) -> Iterator[IO[bytes]]:
 def _on(stream: IO[bytes], file: Path) -> Any:
     """nibabel's image on the open file, which stays open, so that it can be read on behind the array."""
     import nibabel
+    from nibabel.affines import voxel_sizes
 
     start = stream.read(540)
     stream.seek(0)
@@ -107,7 +109,7 @@ def _on(stream: IO[bytes], file: Path) -> Any:
     # Not mapped: a file that is cut while it is read would end the process.
     volume = kind.from_file_map({"image": nibabel.FileHolder(str(file), stream)}, mmap=False)
     sizes = volume.header.get_zooms()[:3]
-    if len(sizes) < 3 or not _usable(volume.affine) or np.allclose(sizes, nibabel.affines.voxel_sizes(volume.affine)):
+    if len(sizes) < 3 or not _usable(volume.affine) or np.allclose(sizes, voxel_sizes(volume.affine)):
         return volume
     # sform and voxel size contradict each other: if the qform does not, it holds, as everywhere in MONAI. Imported here,
     # because it takes seconds.
