@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
+import nibabel
 import numpy as np
 import pytest
 
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
-from shardwise.tasks.segmentation import check
+from shardwise.tasks.segmentation import check, facts
+from shardwise.tasks.segmentation.nifti import Grid
 from tests.segmentation_task.files import a_volume, folder_task, msd_task, write_folder, write_msd, write_nifti
 
 
@@ -39,9 +43,10 @@ def test_right_files_are_let_through(root: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, "shardwise"):
         task.prepare_data()
     assert caplog.records == [], "nothing to complain about"
-    grid = check.Grid((16, 16, 16), 1, np.eye(4).tolist())
-    found = check.check_subjects(task.subjects.all, classes=2, channels=None)
-    assert found == [check.Facts(grid, grid, finite=True, values=[0.0, 1.0])] * 3
+    found = check.check_subjects(task.subjects.all, 2, None, task.data)
+    grid = Grid((16, 16, 16), 1, np.eye(4).tolist())
+    assert [(each.image, each.label, each.values) for each in found] == [(grid, grid, [0.0, 1.0])] * 3
+    assert all(-2 < each.lowest < 0 < 2 < each.highest < 4 for each in found)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "flipped"])
@@ -123,6 +128,82 @@ def test_labels_that_are_no_class_numbers_are_named(root: Path, values: list[flo
     assert f"{label_of(root)} has the value(s) {shown}, but data.classes is 2" in complaint(root)
 
 
+@pytest.mark.parametrize("value", [1.0000001, 0.99998, 1.0005])
+def test_a_label_that_rounding_has_touched_is_the_whole_number_it_means(root: Path, value: float) -> None:
+    label = a_volume((16, 16, 16))[1].astype(np.float32)
+    label[label == 1] = value
+    write_nifti(label_of(root), label)
+    task = folder_task(root)
+    task.prepare_data()
+    assert task.train_data()[0][0]["mask"].unique().tolist() == [0, 1]
+
+
+def test_of_many_roundings_no_other_value_escapes(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As compression with loss leaves them: thousands of values near 0 come before the one that matters."""
+    label = a_volume((16, 16, 16))[1] + np.random.default_rng(0).uniform(-9e-4, 9e-4, (16, 16, 16))
+    assert len(np.unique(label)) > facts.MANY_VALUES
+    write_nifti(label_of(root), label)
+    folder_task(root).prepare_data()
+    assert caplog.records == [], "the foreground is found, too"
+    label[0, 0, 0] = 7
+    write_nifti(label_of(root), label)
+    assert f"{label_of(root)} has the value(s) 7, but data.classes is 2" in complaint(root)
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1.01, "1.01"), (0.9882353, "0.9882353"), (-0.4, "-0.4"), (1.9, "1.9")])
+def test_a_label_between_two_whole_numbers_is_shown_with_all_its_digits(root: Path, value: float, shown: str) -> None:
+    label = a_volume((16, 16, 16))[1].astype(np.float64)
+    label[0, 0, 0] = value
+    write_nifti(label_of(root), label)
+    assert f"{label_of(root)} has the value(s) {shown}, but data.classes is 2" in complaint(root)
+
+
+def write_scaled(file: Path, stored: Any, slope: float, inter: float) -> None:
+    """As scanners and converters write: what counts is stored × slope + inter."""
+    volume = nibabel.Nifti1Image(stored, np.eye(4))
+    nibabel.save(volume, file)
+    content = bytearray(gzip.decompress(file.read_bytes()))
+    content[112:120] = struct.pack("<ff", slope, inter)
+    file.write_bytes(gzip.compress(bytes(content)))
+
+
+def test_scaled_labels_are_what_they_are_scaled_to(root: Path) -> None:
+    label = a_volume((16, 16, 16))[1]
+    write_scaled(label_of(root), (100 * label).astype(np.int16), 0.01, 0)
+    task = folder_task(root, "data.flips=0")
+    task.prepare_data()
+    mask = task.train_data()[0][0]["mask"][0].numpy()
+    assert np.array_equal(mask, label)
+    write_scaled(label_of(root), label, 2, 0)
+    assert "has the value(s) 2, but data.classes is 2" in complaint(root)
+    write_scaled(label_of(root), label, 1, 1)
+    assert "has the value(s) 2, but data.classes is 2" in complaint(root)
+    write_scaled(label_of(root), label, 0.5, 0)
+    assert "has the value(s) 0.5, but data.classes is 2" in complaint(root)
+    write_scaled(label_of(root), label, 0, 7)  # no scaling, by the standard
+    folder_task(root).prepare_data()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f4", "f8"])
+def test_labels_of_every_type_are_counted_alike(root: Path, dtype: str) -> None:
+    label = a_volume((16, 16, 16))[1].astype(dtype)
+    nibabel.save(nibabel.Nifti1Image(label, np.eye(4), dtype=label.dtype), label_of(root))
+    task = folder_task(root, "data.flips=0")
+    task.prepare_data()
+    assert np.array_equal(task.train_data()[0][0]["mask"][0].numpy(), label)
+    label[0, 0, 0] = 100
+    nibabel.save(nibabel.Nifti1Image(label, np.eye(4), dtype=label.dtype), label_of(root))
+    assert "has the value(s) 100, but data.classes is 2" in complaint(root)
+
+
+@pytest.mark.parametrize("value", [300, 65536 + 1, 2**40, -(2**40)])
+def test_a_label_that_would_wrap_around_to_a_class_is_named(root: Path, value: int) -> None:
+    label = a_volume((16, 16, 16))[1].astype(np.int64)
+    label[0, 0, 0] = value
+    nibabel.save(nibabel.Nifti1Image(label, np.eye(4), dtype=np.int64), label_of(root))
+    assert "value(s) " in complaint(root, "data.classes=255")
+
+
 def test_an_image_given_as_label_shows_only_a_few_of_its_values(root: Path) -> None:
     write_nifti(label_of(root), a_volume((16, 16, 16))[0])
     assert complaint(root).count(",") < 12
@@ -136,6 +217,33 @@ def test_voxels_that_are_no_numbers_are_named(root: Path, value: float) -> None:
     assert complaint(root) == (
         f"{image_of(root)} has voxels that are NaN or infinite: replace them, or remove the subject"
     )
+
+
+def test_voxels_beyond_32_bits_are_named(root: Path) -> None:
+    image = a_volume((16, 16, 16))[0].astype(np.float64)
+    image[3, 4, 5] = -1e300
+    write_nifti(image_of(root), image)
+    assert complaint(root) == (
+        f"{image_of(root)} has voxels up to 1e+300, more than a 32-bit number holds: scale them down"
+    )
+
+
+@pytest.mark.parametrize("value", [0, -1024])
+def test_an_image_with_nothing_on_it_is_named(root: Path, value: int) -> None:
+    write_nifti(image_of(root), np.full((16, 16, 16), value, np.int16))
+    assert complaint(root) == (
+        f"{image_of(root)} has the value {value} in every voxel: copy it again, or remove the subject"
+    )
+
+
+def test_an_image_outside_the_window_is_named(root: Path) -> None:
+    """Scaled to 0 to 1 where the others are in HU, for example: of it, the window would leave one value."""
+    for window in ("[1000, 1400]", "[-400, -100]"):
+        message = complaint(root, f"data.intensity_window={window}")
+        assert message.startswith(f"{image_of(root)} has intensities from -1.") and (
+            f"all outside of data.intensity_window [{window[1:].split(',')[0]}.0, " in message
+        )
+    folder_task(root, "data.intensity_window=[1, 1400]").prepare_data()
 
 
 def test_another_number_of_channels_is_named(root: Path) -> None:
@@ -186,13 +294,13 @@ def test_volumes_smaller_than_a_patch_are_padded_and_mentioned(root: Path, caplo
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The subjects whose files were read to the end."""
     read: list[str] = []
-    original = check.inspect_files
+    original = facts.inspect_files
 
     def counted(subject: Any) -> Any:
         read.append(subject.name)
         return original(subject)
 
-    monkeypatch.setattr(check, "inspect_files", counted)
+    monkeypatch.setattr(facts, "inspect_files", counted)
     return read
 
 

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.config import load_config, parse_config
+from shardwise.config import DataBlock, load_config, parse_config
 from shardwise.errors import ConfigError
+from shardwise.tasks.segmentation.config import SegmentationData
+from shardwise.tasks.segmentation.transforms import fixed_settings
 from tests.conftest import REPOSITORY
 
 
@@ -60,3 +62,14 @@ def test_a_wrong_key_or_value_is_named(block: str, message: str) -> None:
 def test_shipped_configs_keep_the_model_with_the_best_dice(name: str) -> None:
     training = load_config(REPOSITORY / "configs" / f"{name}.yaml").training
     assert (training.monitor, training.monitor_mode) == ("dice", "max")
+
+
+def test_only_settings_of_fixed_transforms_are_in_the_name_of_a_cached_volume() -> None:
+    """A new key has to be thought of: does what is cached depend on it?"""
+    fixed = {"intensity_window", "normalize", "spacing", "spatial_mode", "size"}
+    others = {"source", "root", "classes", "in_channels", "valid_fraction", "patches_per_volume", "flips", "cache",
+              "intensity_shift", "sw_overlap", "num_subjects", "volume_size"}  # fmt: skip
+    own = set(SegmentationData.model_fields) - set(DataBlock.model_fields)
+    assert own == fixed | others
+    assert set(fixed_settings(SegmentationData())) == fixed
+    assert set(fixed_settings(SegmentationData(spatial_mode="patches"))) == fixed - {"size"}

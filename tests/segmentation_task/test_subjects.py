@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import DataError
-from tests.segmentation_task.files import folder_task, msd_task, task_of, write_folder, write_msd
+from tests.segmentation_task.files import a_volume, folder_task, msd_task, task_of, write_folder, write_msd, write_nifti
 
 
 def names(subjects: Any) -> list[str]:
@@ -20,6 +20,58 @@ def test_a_valid_folder_is_what_is_validated_on(tmp_path: Path) -> None:
     split = folder_task(write_folder(tmp_path, train=3, valid=2)).subjects
     assert names(split.train) == ["train-0", "train-1", "train-2"]
     assert names(split.valid) == ["valid-0", "valid-1"]
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "val"])
+def test_the_folder_that_is_validated_on_may_have_three_names(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, train=3, valid=2)
+    (tmp_path / "valid").rename(tmp_path / name)
+    split = folder_task(tmp_path).subjects
+    assert names(split.train) == ["train-0", "train-1", "train-2"]
+    assert names(split.valid) == ["valid-0", "valid-1"] and split.valid[0].image.parent.parent.name == name
+
+
+@pytest.mark.parametrize("pair", [("valid", "val"), ("val", "validation"), ("valid", "validation"), ("Val", "valid")])
+def test_two_folders_to_validate_on_are_refused(tmp_path: Path, pair: tuple[str, str]) -> None:
+    write_folder(tmp_path, train=3, valid=2)
+    (tmp_path / "valid").rename(tmp_path / pair[0])
+    (tmp_path / pair[1]).mkdir()
+    first, second = sorted(pair)
+    assert complaint(folder_task(tmp_path)) == (
+        f"{tmp_path} has {first}/ and {second}/: leave one of them to validate on, and move the others away"
+    )
+
+
+@pytest.mark.parametrize("name", ["Valid", "VAL", "Validation", "validate", "val_set", "valid-data", "val2", "vaild"])
+def test_a_folder_that_only_looks_like_validation_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    """A share of train/ would be held out, and those in the folder never looked at."""
+    write_folder(tmp_path, train=3, valid=2)
+    (tmp_path / "valid").rename(tmp_path / name)
+    assert complaint(folder_task(tmp_path)) == (
+        f"{tmp_path / name} would not be used: rename it to valid/ to validate on it, or move it away to hold out a share "
+        "of train/"
+    )
+
+
+@pytest.mark.parametrize("name", ["test", "values", "valves", "train_notes", "evaluation", "valencia"])
+def test_other_folders_beside_train_are_nobodys_business(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    (tmp_path / name).mkdir()
+    assert len(folder_task(tmp_path).subjects.valid) == 1
+
+
+def test_a_validation_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    link = tmp_path / "valid"
+    link.symlink_to(tmp_path / "unmounted")
+    message = f"{link} is no folder, or a link that leads nowhere: mend it, or remove it"
+    assert complaint(folder_task(tmp_path)) == message
+    link.unlink()
+    link.write_text("")
+    assert complaint(folder_task(tmp_path)) == message
+    link.unlink()
+    link.mkdir()
+    assert complaint(folder_task(tmp_path)).startswith(f"{link} holds no subjects: put each into a folder of its own")
 
 
 def test_without_a_valid_folder_a_share_of_subjects_is_held_out_by_the_seed(tmp_path: Path) -> None:
@@ -97,6 +149,57 @@ def test_an_image_or_a_label_alone_is_named_and_all_of_them_at_once(tmp_path: Pa
     ]
 
 
+@pytest.mark.parametrize("stem", ["img", "label"])
+def test_a_file_that_is_there_packed_and_unpacked_is_refused(tmp_path: Path, stem: str) -> None:
+    """One of the two would be taken, and nobody knows which is meant."""
+    write_folder(tmp_path, train=3, valid=0)
+    subject = tmp_path / "train" / "train-1"
+    write_nifti(subject / f"{stem}.nii", a_volume((16, 16, 16), 9)[stem == "label"])
+    assert complaint(folder_task(tmp_path)) == (
+        f"{subject} has both {stem}.nii.gz and {stem}.nii: remove the one that is not meant"
+    )
+    (subject / f"{stem}.nii.gz").unlink()
+    folder_task(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize("stem", ["img", "label"])
+def test_a_link_or_a_folder_in_place_of_a_file_is_named(tmp_path: Path, stem: str) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    file = tmp_path / "train" / "train-1" / f"{stem}.nii.gz"
+    file.unlink()
+    file.mkdir()
+    assert complaint(folder_task(tmp_path)) == (f"{file} is a folder: put the file itself there, or remove the subject")
+    file.rmdir()
+    file.symlink_to(tmp_path / "unmounted.nii.gz")
+    assert complaint(folder_task(tmp_path)) == (
+        f"{file} is a link that leads nowhere: put the file itself there, or remove the subject"
+    )
+
+
+def test_an_image_that_is_its_own_label_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    subject = tmp_path / "train" / "train-1"
+    (subject / "img.nii.gz").unlink()
+    (subject / "img.nii.gz").symlink_to(subject / "label.nii.gz")
+    assert complaint(folder_task(tmp_path)) == (
+        f"{subject}/label.nii.gz is the image itself: the label must be a file of its own"
+    )
+
+
+def test_what_lies_beside_the_subjects_is_not_passed_over(tmp_path: Path) -> None:
+    write_folder(tmp_path, train=3, valid=0)
+    train = tmp_path / "train"
+    (train / "README.txt").write_text("notes")
+    (train / ".DS_Store").write_text("")
+    folder_task(tmp_path).prepare_data()
+    write_nifti(train / "case_7.nii.gz", a_volume((16, 16, 16))[0])
+    (train / "case_8").symlink_to(tmp_path / "unmounted")
+    assert complaint(folder_task(tmp_path)).splitlines() == [
+        f"{train}/case_7.nii.gz is in no subject's folder: move it to {train}/<subject>/, or remove it",
+        f"  {train}/case_8 is a link that leads nowhere: mend it, or remove it",
+    ]
+
+
 def test_too_many_problems_are_counted(tmp_path: Path) -> None:
     for index in range(11):
         (tmp_path / "train" / f"s{index:02d}").mkdir(parents=True)
@@ -137,6 +240,18 @@ def test_a_dataset_json_with_something_missing_is_named(tmp_path: Path, change: 
     assert said.startswith(f"{file}: ") and message in said
 
 
+@pytest.mark.parametrize("labels", [None, {"background": 0, "liver": 1}, {"0": "b", "1": "a b", "2": "a-b"}])
+def test_labels_of_a_dataset_json_need_not_be_right_where_the_config_names_the_classes(
+    tmp_path: Path, labels: Any
+) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"labels": labels}))
+    assert complaint(msd_task(tmp_path)).endswith("; or set data.classes")
+    task = msd_task(tmp_path, "data.classes=[none, ventricle, tumour]")
+    task.prepare_data()
+    assert task.classes == ["none", "ventricle", "tumour"]
+
+
 def test_a_dataset_json_that_is_none_is_named(tmp_path: Path) -> None:
     file = tmp_path / "dataset.json"
     file.write_text("{")
@@ -153,3 +268,23 @@ def test_a_subject_that_is_listed_twice_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
     said = complaint(msd_task(tmp_path))
     assert said == f"{file}: case_000.nii.gz stands twice in the training list; remove one of the two"
+
+
+def test_a_label_that_is_listed_for_two_images_is_refused(tmp_path: Path) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    content = json.loads(file.read_text())
+    content["training"][3]["label"] = "labelsTr/../labelsTr/case_001.nii.gz"
+    file.write_text(json.dumps(content))
+    said = complaint(msd_task(tmp_path))
+    assert said == f"{file}: the label case_001.nii.gz stands twice in the training list; remove one of the two"
+
+
+def test_an_image_that_is_listed_as_its_label_is_refused(tmp_path: Path) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    content = json.loads(file.read_text())
+    content["training"][3]["label"] = content["training"][3]["image"]
+    file.write_text(json.dumps(content))
+    said = complaint(msd_task(tmp_path))
+    assert said == (
+        f"{file}: {tmp_path}/imagesTr/case_003.nii.gz is the image itself: the label must be a file of its own"
+    )

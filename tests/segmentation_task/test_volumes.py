@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
+import importlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,11 @@ import pytest
 import torch
 
 from shardwise.config import Batching, DataBlock
-from shardwise.data import GlobalOrder, Reader, StepLoader
+from shardwise.data import GlobalOrder, Reader, StepLoader, cache
 from shardwise.data.cache import cache_folder
 from shardwise.errors import DataError
-from shardwise.tasks.segmentation import volumes
-from shardwise.tasks.segmentation.check import read_grid
+from shardwise.tasks.segmentation import facts, transforms, volumes
+from shardwise.tasks.segmentation.facts import facts_of
 from shardwise.tasks.segmentation.task import SegmentationTask
 from shardwise.tasks.segmentation.transforms import shape_after
 from tests.distributed.pool import RankPool
@@ -86,7 +90,7 @@ def test_the_shape_is_known_from_the_header(tmp_path: Path, spacing: str | None)
         write_classes_apart(tmp_path / part / part, OBLIQUE)
     settings = ["data.spatial_mode=patches", "data.classes=4", *([f"data.spacing={spacing}"] if spacing else [])]
     task = folder_task(tmp_path, *settings)
-    grid = read_grid(tmp_path / "valid" / "valid" / "img.nii.gz")
+    grid = facts_of(task.subjects.valid[0]).image
     assert shape_after(grid, task.data) == tuple(task.valid_data()[0]["image"].shape[1:])
 
 
@@ -143,13 +147,95 @@ def test_a_changed_file_is_another_entry(tmp_path: Path, reads: list[str], file:
     assert len(reads) == 2 and not torch.equal(before[key], after[key])
 
 
+@pytest.mark.parametrize("ending", [".nii.gz", ".nii"])
+def test_a_file_changed_in_place_with_the_size_and_the_time_it_had_is_another_entry(
+    tmp_path: Path, reads: list[str], ending: str
+) -> None:
+    """As copying tools leave it that keep times. One voxel is another; packed without compression, no byte more."""
+    write_folder(tmp_path, train=1, valid=1)
+    folder = tmp_path / "valid" / "valid-0"
+    file = folder / f"label{ending}"
+    content = gzip.decompress((folder / "label.nii.gz").read_bytes())
+    (folder / "label.nii.gz").unlink()
+    pack = functools.partial(gzip.compress, compresslevel=0) if ending == ".nii.gz" else bytes
+    file.write_bytes(pack(content))
+    task = folder_task(tmp_path)
+    task.prepare_data()
+    before, about = task.valid_data()[0]["mask"].clone(), file.stat()
+    with file.open("r+b") as stream:
+        stream.write(pack(content[:-1] + bytes([1 - content[-1]])))
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (about.st_size, about.st_mtime_ns)
+    after = task.valid_data()[0]["mask"]
+    assert reads == ["valid-0"] * 2 and int((before != after).sum()) == 1
+    again = folder_task(tmp_path)
+    again.prepare_data()
+    assert torch.equal(again.valid_data()[0]["mask"], after)
+
+
+@pytest.mark.parametrize(
+    "package", ["shardwise", "monai", "nibabel", "torch", "numpy"], ids=lambda package: f"another {package}"
+)
+def test_what_another_version_made_is_made_again(
+    tmp_path: Path, reads: list[str], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path, train=1, valid=1)
+    task = folder_task(tmp_path)
+    task.valid_data()[0]
+    where = cache if package == "shardwise" else importlib.import_module(package)
+    monkeypatch.setattr(where, "__version__", "0.0.1")
+    task.valid_data()[0]
+    assert len(reads) == 2
+    monkeypatch.undo()
+
+
+def test_what_other_code_made_is_made_again(tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two releases the version is the same."""
+    write_folder(tmp_path, train=1, valid=1)
+    task = folder_task(tmp_path)
+    task.valid_data()[0]
+    changed = tmp_path / "transforms.py"
+    changed.write_text(Path(transforms.__file__).read_text() + "\n# another order\n")
+    monkeypatch.setattr(transforms, "__file__", str(changed))
+    task.valid_data()[0]
+    assert len(reads) == 2
+
+
+def test_the_version_that_made_the_known_facts_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path, train=1, valid=1)
+    folder_task(tmp_path).prepare_data()
+    read: list[str] = []
+    original = facts.inspect_files
+    monkeypatch.setattr(facts, "inspect_files", lambda subject: (read.append(subject.name), original(subject))[1])
+    folder_task(tmp_path).prepare_data()
+    assert read == []
+    monkeypatch.setattr(cache, "__version__", "0.0.1")
+    folder_task(tmp_path).prepare_data()
+    assert sorted(read) == ["train-0", "valid-0"]
+
+
+@pytest.mark.parametrize("cache", ["true", "false"])
+def test_a_file_that_changes_after_the_check_is_checked_again(tmp_path: Path, cache: str) -> None:
+    write_folder(tmp_path, train=1, valid=1)
+    task = folder_task(tmp_path, f"data.cache={cache}")
+    task.prepare_data()
+    data = task.train_data()
+    data[0]
+    file = write_nifti(tmp_path / "train" / "train-0" / "label.nii.gz", np.full((16, 16, 16), 7, np.uint8))
+    with pytest.raises(DataError) as caught:
+        data[0]
+    assert str(caught.value).startswith(f"{file} has the value(s) 7, but data.classes is 2")
+
+
 def test_an_entry_that_is_damaged_is_made_again(tmp_path: Path, reads: list[str]) -> None:
     write_folder(tmp_path, train=1, valid=1)
     before = folder_task(tmp_path).valid_data()[0]["image"].clone()
     (entry,) = (cache_folder() / "segmentation").glob("*.pt")
     entry.write_bytes(entry.read_bytes()[:1000])
     assert torch.equal(folder_task(tmp_path).valid_data()[0]["image"], before)
-    assert len(reads) == 2 and [file.name for file in (cache_folder() / "segmentation").iterdir()] == [entry.name]
+    assert len(reads) == 2 and [file for file in (cache_folder() / "segmentation").iterdir() if file.is_file()] == [
+        entry
+    ]
 
 
 def test_a_volume_that_cannot_be_transformed_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -158,8 +244,9 @@ def test_a_volume_that_cannot_be_transformed_leaves_nothing_behind(tmp_path: Pat
     image.write_bytes(b"no volume")  # after it was checked
     with pytest.raises(DataError) as caught:
         folder_task(tmp_path).valid_data()[0]
-    assert str(caught.value).startswith(f"{image} or its label cannot be read: ")
-    assert not list((cache_folder() / "segmentation").iterdir())
+    assert str(caught.value).startswith(f"{image} is damaged or no NIfTI file (")
+    left = [file for file in (cache_folder() / "segmentation").rglob("*") if file.is_file()]
+    assert [file.suffix for file in left] == [".json"], "what is known of the subject that it looked at first"
 
 
 # ---------------------------------------------------------------- what is random
@@ -172,8 +259,6 @@ data: {source: folder, size: [16, 16, 16], spatial_mode: patches, patches_per_vo
 
 def samples_of(root: str, cache: str, workers: int) -> dict[tuple[int, int], Any]:
     """(epoch, subject) → its patches, as the loader of one rank with this many workers gives them."""
-    import os
-
     os.environ["SHARDWISE_CACHE"] = cache
     task = SegmentationTask(config_of(CONFIG, [f"data.root={root}"]))
     reader = Reader(task.train_data(), task.collate, task.count, seed=3)

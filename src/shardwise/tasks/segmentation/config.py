@@ -11,6 +11,7 @@ from shardwise.config.schema import Block, DataBlock, PathText
 
 Voxels = Annotated[int, Field(ge=1)]
 Millimetres = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 ClassName = Annotated[str, Field(min_length=1)]
 
 
@@ -35,7 +36,7 @@ class SegmentationData(DataBlock):
         0.2,
         gt=0,
         lt=1,
-        description="Share of subjects held out, chosen by the seed; not used if there is a valid/ folder.",
+        description="Share of subjects held out, chosen by the seed; not used if there is a folder valid/, validation/ or val/.",
     )
     normalize: Literal["window", "zscore", "none"] | None = Field(
         None,
@@ -59,7 +60,11 @@ class SegmentationData(DataBlock):
     patches_per_volume: int = Field(
         1, ge=1, description="patches: crops per volume and epoch, half of them centred on foreground."
     )
-    flips: float = Field(0.5, ge=0, le=1, description="Probability of a flip, for each axis.")
+    flips: Share | Annotated[list[Share], Field(min_length=3, max_length=3)] | None = Field(
+        None,
+        description="Probability of a flip: one number for every axis, or three, for left-right, back-front and down-up. "
+        "Default: 0.5, but 0 for left-right where class names tell left from right.",
+    )
     intensity_shift: float = Field(
         0.1, ge=0, description="Largest shift of the normalised intensities; half of the training samples get one."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from shardwise.tasks.segmentation.config import SegmentationData, check_class_na
 from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_subjects
 
 ENDINGS = (".nii.gz", ".nii")
+VALIDATION = ("valid", "validation", "val")
+"""The names that the folder of those who are held out may have."""
 AT_MOST = 8
 """Problems that one message names."""
 
@@ -38,9 +41,21 @@ class Split:
 class DatasetJson:
     """What is used of the dataset.json of a Decathlon task."""
 
+    file: Path
     subjects: list[Subject]
-    classes: list[str]
+    labels: Any
+    """As they stand there; they need not be right where the config names the classes."""
     channels: int
+
+    @property
+    def classes(self) -> list[str]:
+        return _class_names(self.file, self.labels)
+
+    @property
+    def names(self) -> list[str]:
+        """Whatever is named, in either of the two ways in which such files are written."""
+        both = [*self.labels, *self.labels.values()] if isinstance(self.labels, dict) else []
+        return [name for name in both if isinstance(name, str)]
 
 
 def find_subjects(options: SegmentationData, seed: int) -> Split:
@@ -54,9 +69,10 @@ def find_subjects(options: SegmentationData, seed: int) -> Split:
     if options.source == "msd":
         return _hold_out(read_dataset_json(root).subjects, options.valid_fraction, seed)
     train = _subjects_in(root / "train")
-    if not (root / "valid").is_dir():
+    held_out = _validation_folder(root)
+    if held_out is None:
         return _hold_out(train, options.valid_fraction, seed)
-    return _apart(train, _subjects_in(root / "valid"))
+    return _apart(train, _subjects_in(held_out))
 
 
 def read_dataset_json(root: Path) -> DatasetJson:
@@ -71,15 +87,10 @@ def read_dataset_json(root: Path) -> DatasetJson:
     if not isinstance(training, list) or not training:
         raise DataError(f'{file}: no list "training" of {{"image": …, "label": …}}')
     subjects = [_listed(root, file, number, entry) for number, entry in enumerate(training)]
-    seen: set[Path] = set()
-    for subject in subjects:
-        # Listed twice, it could be trained on and held out at once.
-        if subject.image in seen:
-            raise DataError(f"{file}: {subject.image.name} stands twice in the training list; remove one of the two")
-        seen.add(subject.image)
+    _each_once(file, subjects)
     modalities = content.get("modality")
     channels = len(modalities) if isinstance(modalities, dict | list) and modalities else 1
-    return DatasetJson(subjects, _class_names(file, content.get("labels")), channels)
+    return DatasetJson(file, subjects, content.get("labels"), channels)
 
 
 def several(problems: list[str]) -> DataError:
@@ -95,31 +106,83 @@ def _root(options: SegmentationData) -> Path:
     return root
 
 
+def _validation_folder(root: Path) -> Path | None:
+    """None where there is none: a share is held out then, so a folder that only looks like one is told."""
+    alike = sorted(path for path in root.iterdir() if _looks_like_validation(path))
+    if len(alike) > 1:
+        names = " and ".join(f"{path.name}/" for path in alike)
+        raise DataError(f"{root} has {names}: leave one of them to validate on, and move the others away")
+    if alike and alike[0].name not in VALIDATION:
+        raise DataError(
+            f"{alike[0]} would not be used: rename it to valid/ to validate on it, or move it away to hold out a share "
+            "of train/"
+        )
+    if alike and not alike[0].is_dir():
+        raise DataError(f"{alike[0]} is no folder, or a link that leads nowhere: mend it, or remove it")
+    return alike[0] if alike else None
+
+
+def _looks_like_validation(path: Path) -> bool:
+    name = path.name.lower()
+    if name in VALIDATION:
+        return True
+    return path.is_dir() and (re.fullmatch(r"val(id|idat(e|ion))?([_-]?(set|data|\d+))?|vaild", name) is not None)
+
+
 def _subjects_in(folder: Path) -> list[Subject]:
     if not folder.is_dir():
         raise DataError(f"data.root: there is no folder {folder}; source: folder reads train/<subject>/img.nii.gz")
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if not names:
+    there = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    if not any(path.is_dir() for path in there):
         raise DataError(f"{folder} holds no subjects: put each into a folder of its own, <subject>/img.nii.gz")
     found: list[Subject] = []
     problems: list[str] = []
-    for name in names:
-        image, label = (_file(folder / name, stem) for stem in ("img", "label"))
-        if image and label:
-            found.append(Subject(name, image, label))
-        elif image:
-            problems.append(f"{image} has no label: add {folder / name / 'label.nii.gz'}, or remove the subject")
-        elif label:
-            problems.append(f"{label} has no image: add {folder / name / 'img.nii.gz'}, or remove the subject")
-        else:
-            problems.append(f"{folder / name} has neither img.nii.gz nor label.nii.gz: add them, or remove the folder")
+    for path in there:
+        if path.is_dir():
+            try:
+                found.append(_subject_in(path))
+            except DataError as error:
+                problems.append(str(error))
+        elif not path.exists():
+            problems.append(f"{path} is a link that leads nowhere: mend it, or remove it")
+        elif path.name.lower().endswith(ENDINGS):  # anything else, such as a README, is nobody's scan
+            problems.append(f"{path} is in no subject's folder: move it to {folder}/<subject>/, or remove it")
     if problems:
         raise several(problems)
     return found
 
 
+def _subject_in(folder: Path) -> Subject:
+    image, label = (_file(folder, stem) for stem in ("img", "label"))
+    if image and label:
+        subject = Subject(folder.name, image, label)
+        if problem := _same_file(subject):
+            raise DataError(problem)
+        return subject
+    if image:
+        raise DataError(f"{image} has no label: add {folder / 'label.nii.gz'}, or remove the subject")
+    if label:
+        raise DataError(f"{label} has no image: add {folder / 'img.nii.gz'}, or remove the subject")
+    raise DataError(f"{folder} has neither img.nii.gz nor label.nii.gz: add them, or remove the folder")
+
+
 def _file(folder: Path, stem: str) -> Path | None:
-    return next((folder / f"{stem}{ending}" for ending in ENDINGS if (folder / f"{stem}{ending}").is_file()), None)
+    there = [file for ending in ENDINGS if (file := folder / f"{stem}{ending}").is_symlink() or file.exists()]
+    for file in there:
+        if not file.is_file():
+            what = "a folder" if file.is_dir() else "a link that leads nowhere"
+            raise DataError(f"{file} is {what}: put the file itself there, or remove the subject")
+    if len(there) > 1:
+        raise DataError(
+            f"{folder} has both {' and '.join(file.name for file in there)}: remove the one that is not meant"
+        )
+    return there[0] if there else None
+
+
+def _same_file(subject: Subject) -> str | None:
+    if subject.image.resolve() == subject.label.resolve():
+        return f"{subject.label} is the image itself: the label must be a file of its own"
+    return None
 
 
 def _listed(root: Path, file: Path, number: int, entry: Any) -> Subject:
@@ -129,11 +192,25 @@ def _listed(root: Path, file: Path, number: int, entry: Any) -> Subject:
     return Subject(Path(image).name.partition(".nii")[0], root / image, root / label)
 
 
+def _each_once(file: Path, subjects: list[Subject]) -> None:
+    """Listed twice, an image could be trained on and held out at once; a label twice is one of another image."""
+    seen: set[Path] = set()
+    for subject in subjects:
+        if problem := _same_file(subject):
+            raise DataError(f"{file}: {problem}")
+        for listed, shown in ((subject.image, subject.image.name), (subject.label, f"the label {subject.label.name}")):
+            if listed.resolve() in seen:
+                raise DataError(f"{file}: {shown} stands twice in the training list; remove one of the two")
+            seen.add(listed.resolve())
+
+
 def _class_names(file: Path, labels: Any) -> list[str]:
     """{"0": "background", "1": "liver"}: the names in the order of their numbers."""
     numbers = [int(key) for key in labels if key.isdigit()] if isinstance(labels, dict) else []
     if len(numbers) < 2 or sorted(numbers) != list(range(len(numbers))):
-        raise DataError(f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}')
+        raise DataError(
+            f'{file}: "labels" must name the classes from "0" (background) on without gaps, not {labels!r}; or set data.classes'
+        )
     names = [str(labels[str(number)]) for number in range(len(numbers))]
     try:
         check_class_names(names)

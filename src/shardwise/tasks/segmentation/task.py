@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import DataError, MissingExtra
+from shardwise.errors import MissingExtra
 
 # Looked for and not imported: MONAI takes seconds, and the process that only starts the ranks has no use for it.
 if _missing := [name for name in ("monai", "nibabel", "einops", "matplotlib") if find_spec(name) is None]:
@@ -23,9 +22,11 @@ from torch import Tensor, nn
 from shardwise.config import Config
 from shardwise.data import SampleContents
 from shardwise.tasks.base import Loss, Rows, Task
-from shardwise.tasks.segmentation.check import Facts, check_subjects, read_grid
+from shardwise.tasks.segmentation import cautions
+from shardwise.tasks.segmentation.check import check_foreground, check_subjects
 from shardwise.tasks.segmentation.config import SegmentationData, SegmentationModel, metric_name
 from shardwise.tasks.segmentation.dice import dice_scores, predicted, sample_losses
+from shardwise.tasks.segmentation.facts import Facts, facts_of
 from shardwise.tasks.segmentation.network import (
     Shapes,
     build_network,
@@ -35,7 +36,8 @@ from shardwise.tasks.segmentation.network import (
 )
 from shardwise.tasks.segmentation.overlap import subject_contents
 from shardwise.tasks.segmentation.overlays import SUBJECTS, draw_overlays, overlay_row
-from shardwise.tasks.segmentation.subjects import Split, find_subjects, read_dataset_json
+from shardwise.tasks.segmentation.sides import sided_names
+from shardwise.tasks.segmentation.subjects import Split, Subject, find_subjects, read_dataset_json
 from shardwise.tasks.segmentation.synthetic import make_synthetic
 from shardwise.tasks.segmentation.transforms import shape_after
 from shardwise.tasks.segmentation.volumes import TrainVolumes, ValidVolumes, Volume, Volumes
@@ -73,7 +75,7 @@ class SegmentationTask(Task):
     def shapes(self) -> Shapes:
         """What the network must take and give."""
         x, y, z = self.data.size
-        channels = self._known_channels() or read_grid(self.subjects.train[0].image).channels
+        channels = self._known_channels() or facts_of(self.subjects.train[0]).image.channels
         return Shapes(channels, 1 if len(self.classes) == 2 else len(self.classes), (x, y, z))
 
     def _known_channels(self) -> int | None:
@@ -85,26 +87,41 @@ class SegmentationTask(Task):
     def prepare_data(self) -> None:
         if self.data.source == "synthetic":
             make_synthetic(self.data, self.config.seed)
-        facts = check_subjects(self.subjects.all, len(self.classes), self._known_channels())
-        self._check_foreground(facts)
+        facts = check_subjects(self.subjects.all, len(self.classes), self._known_channels(), self.data)
+        check_foreground(self.subjects, facts, self.classes)
+        self._caution(facts)
         if self.in_patches:
             self._mind_small_volumes(facts)
         check_network(self.config.model, self.shapes)
 
-    def _check_foreground(self, facts: list[Facts]) -> None:
-        """A model cannot learn what is nowhere, and Dice is not defined where there is nothing to find."""
-        parts = {"training": self.subjects.train, "validation": self.subjects.valid}
-        remaining = iter(facts)
-        for name, subjects in parts.items():
-            there = {value for each in islice(remaining, len(subjects)) for value in each.values}
-            absent = [label for number, label in enumerate(self.classes) if number and number not in there]
-            if len(absent) == len(self.classes) - 1:
-                raise DataError(
-                    f"none of the {len(subjects)} {name} labels has any foreground, {subjects[0].label} for example: "
-                    "are these the right files?"
-                )
-            if absent:
-                log.warning(f"no {name} subject has the class(es) {', '.join(absent)}")
+    def _caution(self, facts: list[Facts]) -> None:
+        everybody = self.subjects.all
+        if self.data.source == "folder":
+            cautions.warn_of_shared_names(self.subjects)
+        cautions.warn_of_single_slices(everybody, facts, self.data)
+        if self._known_channels() is None:
+            cautions.warn_of_guessed_channels(everybody, facts)
+        if self.in_patches and self.data.spacing is None:
+            cautions.warn_of_mixed_spacing(everybody, facts)
+        cautions.warn_of_unknown_sides(everybody, facts, self._sided)
+        cautions.warn_of_flipped_sides(self._sided, self.flips[0], chosen=self.data.flips is not None)
+
+    @cached_property
+    def _sided(self) -> list[str]:
+        """The classes that tell left from right. A number of classes has no names, but dataset.json may have them."""
+        if isinstance(self.data.classes, int) and self.data.source == "msd":
+            return sided_names(read_dataset_json(Path(str(self.data.root))).names)
+        return sided_names(self.classes[1:])
+
+    @cached_property
+    def flips(self) -> tuple[float, float, float]:
+        """Their probability along each axis of an oriented volume, left-right first. Where left and right are different
+        classes, a flip would make one of the other."""
+        given = self.data.flips
+        if given is None:
+            return (0.0 if self._sided else 0.5), 0.5, 0.5
+        x, y, z = given if isinstance(given, list) else [given] * 3
+        return x, y, z
 
     def _mind_small_volumes(self, facts: list[Facts]) -> None:
         shapes = [shape_after(each.image, self.data) for each in facts]
@@ -121,10 +138,13 @@ class SegmentationTask(Task):
             )
 
     def train_data(self) -> TrainVolumes:
-        return TrainVolumes(Volumes(self.subjects.train, self.data))
+        return TrainVolumes(self._volumes(self.subjects.train), self.flips)
 
     def valid_data(self) -> ValidVolumes:
-        return ValidVolumes(Volumes(self.subjects.valid, self.data))
+        return ValidVolumes(self._volumes(self.subjects.valid))
+
+    def _volumes(self, subjects: list[Subject]) -> Volumes:
+        return Volumes(subjects, self.data, len(self.classes), self.shapes.in_channels)
 
     def sample_contents(self, train: Any, valid: Any) -> SampleContents:
         return subject_contents(self.subjects)
@@ -205,7 +225,7 @@ class SegmentationTask(Task):
 
     @cached_property
     def _valid_shapes(self) -> list[tuple[int, int, int]]:
-        return [shape_after(read_grid(subject.image), self.data) for subject in self.subjects.valid]
+        return [shape_after(facts_of(subject).image, self.data) for subject in self.subjects.valid]
 
     def _loss(self, logits: Tensor, mask: Tensor) -> Loss:
         losses = sample_losses(logits, mask, cross_entropy=self.config.model.loss == "dice_ce")

@@ -1,0 +1,120 @@
+"""What a careful person would want to know of files that can be trained on: one warning for each, with a file named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardwise.tasks.segmentation.config import SegmentationData
+from shardwise.tasks.segmentation.facts import Facts
+from shardwise.tasks.segmentation.nifti import Grid, by
+from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject
+
+log = logging.getLogger(__name__)
+
+ALIKE = 0.01
+"""Voxels that differ in size by this share or less differ by rounding."""
+
+
+def warn_of_shared_names(split: Split) -> None:
+    """In two folders, the same name may be the same person."""
+    known = {subject.name: subject for subject in split.train}
+    if both := [subject for subject in split.valid if subject.name in known]:
+        log.warning(
+            f"{len(both)} validation subject(s) have the name of a training subject, {both[0].image.parent} and "
+            f"{known[both[0].name].image.parent} for example; if they are the same people, the validation is too good: "
+            "remove them from one of the two"
+        )
+
+
+def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """Of volumes that are cut into patches as they are: to the network, a voxel is a voxel."""
+    sizes = [each.image.upright()[1] for each in facts]
+    kinds: list[tuple[tuple[float, float, float], list[Subject]]] = []
+    for size, subject in zip(sizes, subjects, strict=True):
+        like = [members for known, members in kinds if np.allclose(known, size, rtol=ALIKE, atol=0)]
+        if like:
+            like[0].append(subject)
+        else:
+            kinds.append((size, [subject]))
+    if len(kinds) == 1:
+        return
+    kinds.sort(key=lambda kind: -len(kind[1]))
+    lines = [
+        f"{_mm(size)} in {len(members)} of {len(subjects)} volumes, {members[0].image} for example"
+        for size, members in kinds[:AT_MOST]
+    ]
+    more = [f"and {len(kinds) - AT_MOST} other sizes"] if len(kinds) > AT_MOST else []
+    middle = ", ".join(f"{value:.3g}" for value in np.median(np.array(sizes), axis=0))
+    log.warning(
+        "voxels differ in size, but patches are cut as if they did not, so the same organ comes in different sizes; "
+        f"data.spacing resamples all volumes to one, [{middle}] would be the middle:\n  " + "\n  ".join(lines + more)
+    )
+
+
+def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], options: SegmentationData) -> None:
+    """A picture among volumes: copies of it, or zeros, fill what the network sees."""
+    shapes = [_resampled(each.image, options) for each in facts]
+    flat = [
+        (subject.image, shape)
+        for subject, shape in zip(subjects, shapes, strict=True)
+        if any(side == 1 < wanted for side, wanted in zip(shape, options.size, strict=True))
+    ]
+    if flat:
+        filled = "copies of it" if options.spatial_mode == "resize" else "zeros"
+        after = f" after data.spacing {options.spacing}" if options.spacing is not None else ""
+        log.warning(
+            f"{len(flat)} of {len(subjects)} volumes are a single slice{after}, and {filled} fill data.size "
+            f"{options.size}: {flat[0][0]} is {by(flat[0][1])}"
+        )
+
+
+def warn_of_guessed_channels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """A fourth dimension may be channels, or time."""
+    if (number := facts[0].image.channels) > 1:
+        log.warning(
+            f"the fourth dimension of the images is taken as {number} channels, {subjects[0].image} for example; "
+            f"if it is that and not time, data.in_channels: {number} says so"
+        )
+
+
+def warn_of_unknown_sides(subjects: Sequence[Subject], facts: Sequence[Facts], sided: Sequence[str]) -> None:
+    """Which side is left stands in the header alone."""
+    lost = [subject for subject, each in zip(subjects, facts, strict=True) if not each.image.oriented]
+    if sided and lost:
+        log.warning(
+            f"the header of {len(lost)} of {len(subjects)} images does not say which side is left (qform and sform code "
+            f"are 0), but the class(es) {_list(sided)} depend on it: {lost[0].image} for example"
+        )
+
+
+def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -> None:
+    """`flips` is the probability along left-right, `chosen` where the config says so itself."""
+    if not sided:
+        return
+    if flips:
+        log.warning(
+            f"data.flips turns left into right, but the class(es) {_list(sided)} tell one from the other: "
+            "set data.flips: [0, 0.5, 0.5], left-right first, or leave it out"
+        )
+    elif not chosen:
+        log.info(f"no flips from left to right: the class(es) {_list(sided)} tell one from the other")
+
+
+def _resampled(grid: Grid, options: SegmentationData) -> tuple[int, ...]:
+    """Its shape, before it is scaled to one size."""
+    shape, sizes = grid.upright()
+    if options.spacing is None:
+        return shape
+    sides = zip(shape, sizes, options.spacing, strict=True)
+    return tuple(max(1, round(side * size / wanted)) for side, size, wanted in sides)
+
+
+def _mm(size: tuple[float, float, float]) -> str:
+    return "×".join(f"{side:.4g}" for side in size) + " mm"
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
