@@ -24,8 +24,9 @@ from shardwise.data import BatchedSamples
 from shardwise.kernels.attention import prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
+from shardwise.tasks.cells.check import check_cells
 from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
-from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
+from shardwise.tasks.cells.corpus import Corpus, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
@@ -56,11 +57,12 @@ class CellsTask(Task):
 
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
-        check_values(corpus)
+        corpus.validation.labels()  # a column that cannot be read is told before training
+        values = check_cells(corpus.training, self._data)
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
-            f"{'counts' if corpus.counts else 'normalised already'}; {tokenizer.max_genes} genes per cell at most"
+            f"{values or ('counts' if corpus.counts else 'normalised already')}; {tokenizer.max_genes} genes per cell at most"
         )
         self.measure_attention(tokenizer.max_tokens)
 
