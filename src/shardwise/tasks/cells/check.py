@@ -52,6 +52,8 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     for note in check_alike([tally.path for tally in tallies], scales):
         log.warning(note)
     for tally, scale in zip(tallies, scales, strict=True):
+        if scale.doubt:
+            log.warning(f"{tally.path}: {scale.doubt}")
         if note := _against_normalize(scale, options):
             log.warning(f"{tally.path}: {note}")
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
@@ -90,8 +92,8 @@ def _against_normalize(scale: Scale, options: CellsData) -> str | None:
         return f"it holds {scale.text}, and data.normalize: log1p would log them again. Set data.normalize: none, or leave it out"
     if options.normalize == "auto" and scale.kind == "linear":
         return (
-            f"it holds {scale.text}. They are taken as they are; with tokenizer.strategy: continuous_projection the largest "
-            "rule the loss. data.normalize: log1p scales and logs them; data.normalize: none says that they are meant so"
+            f"it holds {scale.text}. They are taken as they are. data.normalize: log1p scales and logs them; data.normalize: "
+            "none says that they are meant so"
         )
     if options.normalize == "auto" and scale.kind == "unclear":
         return (
@@ -106,6 +108,7 @@ class _Look:
     def __init__(self, files: int) -> None:
         self.cells, self.empty = np.zeros(files, np.int64), np.zeros(files, np.int64)
         self._prints: list[NDArray[np.uint64]] = []
+        self._files: list[int] = []
 
     def add(self, number: int, rows: SparseRows) -> None:
         lengths = rows.lengths
@@ -114,11 +117,12 @@ class _Look:
         if (lengths >= TELLING).any():
             filled = np.flatnonzero(lengths)
             prints = np.add.reduceat(_bits(rows), rows.starts[filled])
+            self._files.append(number)
             self._prints.append(prints[lengths[filled] >= TELLING])
 
     def tell(self, tallies: Sequence[Tally], where: str) -> None:
         self._tell_empty(tallies, where)
-        self._tell_twins(where)
+        self._tell_twins(tallies, where)
 
     def _tell_empty(self, tallies: Sequence[Tally], where: str) -> None:
         cells, empty = int(self.cells.sum()), int(self.empty.sum())
@@ -140,17 +144,22 @@ class _Look:
                 "nothing in the loss"
             )
 
-    def _tell_twins(self, where: str) -> None:
+    def _tell_twins(self, tallies: Sequence[Tally], where: str) -> None:
         if not self._prints:
             return
         prints = np.concatenate(self._prints)
-        _, times = np.unique(prints, return_counts=True)
-        twins = int(times[times > 1].sum())
-        if twins > max(1, 0.01 * len(prints)):
-            log.warning(
-                f"{twins} of the {len(prints)} cells looked at are exactly the same as another one. Is {where or 'a file'} "
-                "the same data twice? Such cells are trained on and held out at once, and validation looks better than it is"
-            )
+        files = np.repeat(self._files, [len(part) for part in self._prints])
+        _, which, times = np.unique(prints, return_inverse=True, return_counts=True)
+        twins = times[which] > 1
+        if twins.sum() <= max(1, 0.01 * len(prints)):
+            return
+        of_file = np.bincount(files[twins], minlength=len(self.cells))
+        paths = [str(tallies[number].path) for number in np.flatnonzero(of_file).tolist()] if tallies else [where]
+        log.warning(
+            f"{twins.sum()} of the {len(prints)} cells looked at are exactly the same as another one, in {', '.join(paths[:3])}"
+            f"{', …' if len(paths) > 3 else ''}. Is something in the data twice? Such cells are trained on and held out at once, "
+            "and validation looks better than it is"
+        )
 
 
 def _bits(rows: SparseRows) -> NDArray[np.uint64]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+import shardwise
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells.check import scales_of
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
@@ -16,6 +17,7 @@ from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split
 from shardwise.tasks.cells.shards import ShardedCopy, open_shards
+from shardwise.tasks.cells.sources import compare
 from shardwise.tasks.cells.synthetic import synthetic_file
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
@@ -27,6 +29,8 @@ class Corpus:
     genes: dict[str, int]
     counts: bool
     """Whether the values are whole numbers, as counted; else they are taken as normalised already."""
+    values: str | None
+    """What a sharded copy says of its values; of files, the check says it."""
     training: CellSource
     split: Split
     """Which rows of `training` are trained on."""
@@ -49,6 +53,8 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
     if options.source == "shards":
         copy = open_shards(Path(options.paths[0]))
         _check_wishes(options, copy)
+        if not quiet:
+            _check_sources(options, copy)
         if seed != copy.seed:
             say = log.debug if quiet else log.info
             say(
@@ -58,6 +64,7 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
         corpus = Corpus(
             {gene: number for number, gene in enumerate(copy.genes)},
             copy.counts,
+            copy.values,
             copy.training,
             Split(len(copy.training), nobody),
             copy.validation,
@@ -73,8 +80,37 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
             raise DataError(f"{files[0].path} has one cell only: one to train on and one to validate on are needed")
         split = Split.of(len(source), options.valid_fraction, options.max_valid_cells, seed)
         counts = all(scale.whole or scale.kind == "nothing" for scale in scales_of(source))
-        corpus = Corpus(genes, counts, source, split, source, split.held_out)
+        corpus = Corpus(genes, counts, None, source, split, source, split.held_out)
     return corpus
+
+
+def _check_sources(options: CellsData, copy: ShardedCopy) -> None:
+    """A copy of files that have changed since is not what a person means by their names."""
+    found = compare(copy.sources)
+    folder = options.paths[0]
+    if found.changed:
+        what = f"the sharded copy {folder} was made from files that have changed since: {'; '.join(found.changed)}"
+        if options.changed_sources == "refuse":
+            raise DataError(
+                f"{what}. Make it anew (shardwise data shard CONFIG --to FOLDER), or, to train on the cells as they were, set "
+                "data.changed_sources: warn"
+            )
+        log.warning(f"{what}. It is trained on as it was made")
+    if found.touched:
+        log.warning(
+            f"{', '.join(found.touched)}: written again since the sharded copy {folder} was made, with the same size and, as far "
+            "as was looked, the same content"
+        )
+    if found.gone:
+        log.info(
+            f"the sharded copy {folder} was made from {', '.join(found.gone)}, which is not there any more: whether it has "
+            "changed cannot be told"
+        )
+    if copy.made_by != shardwise.__version__:
+        log.info(
+            f"the sharded copy {folder} was made by shardwise {copy.made_by}; this is {shardwise.__version__}, which reads the "
+            "same format"
+        )
 
 
 def _check_once(paths: list[Path]) -> None:

@@ -121,7 +121,7 @@ class H5adFiles(SeveralFiles[Any]):
         if self.files[number].sparse:
             pointers = matrix["indptr"][first : last + 1].astype(np.int64)
             begin, end = int(pointers[0]), int(pointers[-1])
-            if (np.diff(pointers) < 0).any() or len(matrix["data"]) < end:
+            if (np.diff(pointers) < 0).any() or matrix["data"].shape[0] < end:
                 raise ValueError("its row pointers lead outside the file")
             return SparseRows(pointers - begin, matrix["indices"][begin:end], matrix["data"][begin:end])
         rows_at_once = max(1, DENSE_AT_ONCE // max(1, matrix.shape[1] * matrix.dtype.itemsize))
@@ -167,7 +167,8 @@ def _inspected(path: Path, options: CellsData) -> H5adFile:
         if table not in content:
             raise DataError(f"{path} has no {table}, the table of genes of {name}: the file is damaged. Copy it again")
         genes = gene_names(path, content, table, options.gene_key)
-        if sparse and (len(matrix["indptr"]) != cells + 1 or len(matrix["indices"]) != len(matrix["data"])):
+        sizes = [matrix[part].shape[0] for part in ("indptr", "indices", "data")] if sparse else []
+        if sparse and (sizes[0] != cells + 1 or sizes[1] != sizes[2]):
             raise DataError(f"{path}: the parts of {name} do not fit together: the file is damaged. Copy it again")
         if sparse:
             _check_chunks(path, name, matrix["data"])

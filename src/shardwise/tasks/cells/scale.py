@@ -41,6 +41,8 @@ class Scale:
     """For a person: what the values look like."""
     total: float | None = None
     """What the values of every cell add up to, before the log if they are logged."""
+    doubt: str | None = None
+    """What makes it unsure that all cells are of one scale."""
 
     @property
     def whole(self) -> bool:
@@ -163,13 +165,20 @@ def _judged_by_size(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
     many_whole = (whole & long).sum() >= max(_FEW, _SOME * long.sum())
     small, large = broken & (largest <= LARGEST_LOG), broken & (largest > SMALLEST_LINEAR)
     if few_broken or many_whole:
-        what = "logged values" if small.sum() > large.sum() else "values that are not whole"
-        _check_one_scale(path, cells, what, broken, chance=_SHORT)
+        _check_one_scale(path, cells, "values that are not whole (normalised or logged)", broken, chance=_SHORT)
     if min(small.sum(), large.sum()) >= _FEW and (
         _logs_of_one_total(cells, small) or _constant(cells["sum"][large]) is not None
     ):
-        _check_one_scale(path, cells, "logged values", ~large)
+        clear = {name: column[small | large] for name, column in cells.items()}
+        _check_one_scale(path, clear, "logged values", clear["largest"] <= LARGEST_LOG)
     top = float(largest[broken].max())
+    if min(small.sum(), large.sum()) >= max(_FEW, _SOME * broken.sum()):
+        one, other = (int(cells["cell"][which][0]) for which in (small, large))
+        doubt = (
+            f"some cells look logged, such as cell {one}, and others do not, such as cell {other}: were files of different "
+            "scales joined?"
+        )
+        return Scale("linear", f"values that are neither whole nor logged, the largest {top:.6g}", doubt=doubt)
     if top > SMALLEST_LINEAR:
         return Scale("linear", f"values that are neither whole nor logged, the largest {top:.6g}")
     if 1 < top <= LARGEST_LOG:
@@ -191,8 +200,8 @@ def _constant(sums: Floats) -> float | None:
 
 
 def _whole_sums(sums: Floats) -> bool:
-    sums = sums[sums < 20_000]  # of larger ones fp32 does not keep enough
-    return len(sums) >= _FEW and bool((np.abs(sums - np.rint(sums)) < 0.02).mean() >= _MOST)
+    near = (np.abs(sums - np.rint(sums)) < 0.02) & (sums < 20_000)  # of larger ones fp32 does not keep enough
+    return len(sums) >= _FEW and bool(near.mean() >= _MOST)
 
 
 def _check_one_scale(

@@ -62,7 +62,7 @@ class CellsTask(Task):
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
-            f"{values or ('counts' if corpus.counts else 'normalised already')}; {tokenizer.max_genes} genes per cell at most"
+            f"{values or corpus.values or 'of unknown scale'}; {tokenizer.max_genes} genes per cell at most"
         )
         self.measure_attention(tokenizer.max_tokens)
 

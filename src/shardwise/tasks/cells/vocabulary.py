@@ -32,6 +32,8 @@ def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quie
     else:
         genes = _read(Path(gene_vocab))
         _check_names(files, gene_vocab, warn)
+    if len(genes) == 1:
+        warn(f"the vocabulary is one gene, {genes[0]}: there are no others to predict it from")
     vocabulary = {gene: number for number, gene in enumerate(genes)}
     for file in files:
         present = _named(file)
