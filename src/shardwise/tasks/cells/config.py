@@ -15,7 +15,8 @@ FIXED_IN_A_COPY = ("gene_vocab", "gene_key", "layer", "label_key", "valid_fracti
 class CellsData(DataBlock):
     source: Literal["synthetic", "local", "shards"] = Field(
         "synthetic",
-        description="synthetic: an h5ad file made from the seed; local: h5ad files and zarr stores; shards: what `shardwise data shard` wrote.",
+        description="synthetic: an h5ad file made from the seed; local: h5ad files and zarr stores; shards: what "
+        "`shardwise data shard` wrote.",
     )
     paths: list[PathText] = Field(
         [], description="local: h5ad files and zarr stores; shards: the folder of the sharded copy."

@@ -80,7 +80,9 @@ def _name_columns(var: Any, besides: str) -> dict[str, list[str]]:
             continue
         texts = _texts(values)
         different = {text for text in texts if text}
-        if len(different) > 0.5 * len(texts) and not _are_row_numbers(sorted(different, key=len)):
+        if len(different) > 0.5 * len(texts) and not _are_row_numbers(
+            sorted(different, key=lambda text: (len(text), text))
+        ):
             found[name] = texts
     return found
 

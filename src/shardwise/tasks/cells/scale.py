@@ -22,7 +22,7 @@ Kind = Literal["counts", "ones", "logged", "linear", "unclear", "nothing"]
 
 LARGEST_LOG, SMALLEST_LINEAR = 15.0, 50.0
 """ln(1 + 1,000,000) is 14: logged values are not above the first. A normalised cell has a value above the second."""
-_SAME = 1e-3
+_SAME = 5e-3
 """Sums that differ by less are the same: values may be kept in two bytes."""
 _NEAR = 0.05
 """So much may be missing of a sum, where a few genes were left out after cells had been normalised."""
@@ -77,6 +77,7 @@ class Tally:
                 "cell": first + filled,
                 "genes": rows.lengths[filled],
                 "whole": ~np.logical_or.reduceat(values != np.rint(values), starts),
+                "smallest": np.minimum.reduceat(values, starts),
                 "largest": np.maximum.reduceat(values, starts),
                 "sum": np.add.reduceat(values, starts),
                 **{f"undone {base}": row for base, row in enumerate(undone)},
@@ -162,10 +163,12 @@ def _judged_by_size(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
     broken = ~whole
     long = cells["genes"] >= _SHORT
     few_broken = broken.sum() < _SOME * len(broken)
-    many_whole = (whole & long).sum() >= max(_FEW, _SOME * long.sum())
+    # Counts begin with 1. Scaled ones may be whole too, 50 counts scaled to 10,000 for example, and are multiples of the scale.
+    counts = whole & long & (cells["smallest"] == 1)
+    many_whole = counts.sum() >= max(_FEW, _SOME * long.sum())
     small, large = broken & (largest <= LARGEST_LOG), broken & (largest > SMALLEST_LINEAR)
     if few_broken or many_whole:
-        _check_one_scale(path, cells, "values that are not whole (normalised or logged)", broken, chance=_SHORT)
+        _check_one_scale(path, cells, "values that are not whole (normalised or logged)", broken, sure=counts)
     if min(small.sum(), large.sum()) >= _FEW and (
         _logs_of_one_total(cells, small) or _constant(cells["sum"][large]) is not None
     ):
@@ -205,15 +208,20 @@ def _whole_sums(sums: Floats) -> bool:
 
 
 def _check_one_scale(
-    path: Path, cells: dict[str, NDArray[Any]], what: str, fitting: NDArray[np.bool_], *, chance: int = 0
+    path: Path,
+    cells: dict[str, NDArray[Any]],
+    what: str,
+    fitting: NDArray[np.bool_],
+    *,
+    sure: NDArray[np.bool_] | None = None,
 ) -> None:
-    """All cells are `fitting`, or it is told which are not."""
+    """All cells are `fitting`, or it is told which are not; those that are `sure` not to are the better example."""
     other = ~fitting
     if not other.any():
         return
-    sure = other & (cells["genes"] >= chance) if (other & (cells["genes"] >= chance)).any() else other
+    example = other & sure if sure is not None and (other & sure).any() else other
     names = "whole numbers (counts)" if cells["whole"][other].all() else "values that are not logged"
-    first, second = int(cells["cell"][fitting][0]), int(cells["cell"][sure][0])
+    first, second = int(cells["cell"][fitting][0]), int(cells["cell"][example][0])
     raise DataError(
         f"{path}: its cells are of different scales: {fitting.sum()} of the {len(other)} looked at hold {what}, such as cell "
         f"{first}, and {other.sum()} hold {names}, such as cell {second}. They cannot be trained on together. Use a layer in "

@@ -190,7 +190,8 @@ class CellsTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Weights, the vocabulary, and what `shardwise.tasks.cells.export.load_encoder` needs to use them."""
         assert isinstance(model, CellEncoder)
-        save_encoder(model, self._tokenizer(self._corpus), list(self._corpus.genes), self._network, folder)
+        corpus = self._corpus
+        save_encoder(model, self._tokenizer(corpus), list(corpus.genes), self._network, folder, counts=corpus.counts)
 
     @property
     def _data(self) -> CellsData:

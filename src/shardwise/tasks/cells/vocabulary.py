@@ -158,7 +158,8 @@ def _read(path: Path) -> list[str]:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"data.gene_vocab: {path} is not JSON: {error}") from None
-        genes = [str(gene) for gene in content] if isinstance(content, list | dict) else []
+        listed = [str(gene).strip() for gene in content] if isinstance(content, list | dict) else []
+        genes = [gene for gene in listed if gene]
     else:
         genes = [line.strip() for line in text.splitlines() if line.strip()]
     if not genes:
