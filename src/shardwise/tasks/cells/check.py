@@ -59,6 +59,14 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
 
 
+def check_held_out(rows: SparseRows, options: CellsData) -> None:
+    if not rows.lengths.any():
+        raise DataError(
+            f"none of the {len(rows)} cells held out of {', '.join(options.paths[:3])} has any gene: there is nothing to "
+            "validate on. Take cells without genes out of the data, or hold more out: data.valid_fraction"
+        )
+
+
 def _scales(source: H5adFiles, pieces: Iterator[tuple[int, int, int]]) -> list[Scale]:
     with source.tallied() as tallies:
         for _, first, last in pieces:

@@ -222,9 +222,9 @@ def _in_python(name: str) -> str:
 
 def _check_chunks(path: Path, name: str, values: Any) -> None:
     """Zarr takes a chunk whose file is missing for zeros, and nobody would know. The values of a sparse matrix are none."""
-    if hasattr(values, "nchunks_initialized") and getattr(values, "shards", None) is None:
-        missing = values.nchunks - values.nchunks_initialized
-        if missing:
+    if hasattr(values, "nchunks_initialized"):
+        missing = values.nchunks - values.nchunks_initialized  # below 0 where the last shard is not full
+        if missing > 0:
             raise DataError(
                 f"{path}: {missing} of the {values.nchunks} chunks of {name}/data are missing, and would be read as zeros: the "
                 "store is not whole. Copy it again"

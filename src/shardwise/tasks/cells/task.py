@@ -24,7 +24,7 @@ from shardwise.data import BatchedSamples
 from shardwise.kernels.attention import prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
-from shardwise.tasks.cells.check import check_cells
+from shardwise.tasks.cells.check import check_cells, check_held_out
 from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
 from shardwise.tasks.cells.corpus import Corpus, open_corpus
 from shardwise.tasks.cells.export import save_encoder
@@ -57,8 +57,8 @@ class CellsTask(Task):
 
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
-        corpus.validation.labels()  # a column that cannot be read is told before training
         values = check_cells(corpus.training, self._data)
+        check_held_out(corpus.validation_cells()[0], self._data)
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
