@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,6 @@ def test_a_copy_of_an_older_version_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     row = cells._row("scDataset, block 16, fetch 16", tmp_path, 1, tiny=True, alone=False)
     assert row == "not installed: scdataset | | |"

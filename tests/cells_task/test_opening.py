@@ -356,7 +356,7 @@ def test_storage_that_refuses_is_not_taken_for_a_damaged_file(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(opening.h5py, "File", fail)
+    monkeypatch.setattr(h5py, "File", fail)
     with pytest.raises(DataError) as refused:
         opening.opened(path)
     assert message in str(refused.value) and str(path) in str(refused.value) and "complete" not in str(refused.value)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anndata
+import h5py
 import numpy as np
 import pytest
 from scipy import sparse
@@ -170,6 +171,22 @@ def test_whole_numbers_by_chance_are_no_other_scale(tmp_path: Path) -> None:
     path = write_cells(tmp_path / "a.h5ad", normalised(cells))
     prepared(path)
     assert not open_corpus(config_for(path).data, 0).counts
+
+
+def test_zeros_that_are_stored_hide_no_mixture(tmp_path: Path) -> None:
+    cells = counts(cells=200, genes=20)
+    cells[100:] = normalised(cells[100:])
+    cells = cells[:, :12]
+    path = write_cells(tmp_path / "a.h5ad", cells + 1000)
+    with h5py.File(path, "r+") as file:
+        file["X/data"][:] = file["X/data"][:] - 1000
+    with pytest.raises(DataError, match="of different scales"):
+        prepared(path)
+
+
+def test_cells_that_are_all_alike_and_large_are_no_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_cells(tmp_path / "a.h5ad", np.full((40, 3), 60.5))
+    assert "normalised values, not logged: each cell adds up to 181.5" in prepared(path, caplog=caplog)
 
 
 def test_of_a_huge_corpus_every_file_is_looked_at_all_over() -> None:

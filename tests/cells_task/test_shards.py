@@ -16,7 +16,7 @@ from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells import sharding, sources
 from shardwise.tasks.cells.corpus import open_corpus
 from shardwise.tasks.cells.sharding import shard_cells
-from shardwise.tasks.cells.shards import open_shards
+from shardwise.tasks.cells.shards import open_shards, write_shard
 from shardwise.tasks.cells.task import CellsTask
 from shardwise.watch.run_folder import dump_config
 from tests.cells_task.files import random_counts, write_cells
@@ -305,11 +305,9 @@ def test_of_a_large_file_blocks_from_all_over_it_are_looked_at(tmp_path: Path, m
 def test_a_file_that_changes_while_it_is_copied_gives_no_copy(
     source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = sharding.write_shard
-
     def change_and_write(*args: Any) -> None:
         os.utime(tmp_path / "a.h5ad")
-        write(*args)
+        write_shard(*args)
 
     monkeypatch.setattr(sharding, "write_shard", change_and_write)
     with pytest.raises(DataError, match=r"a.h5ad: changed while it was copied"):

@@ -38,7 +38,7 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     look = _Look(len(files.files) if files else 1)
     with ExitStack() as stack:
         tallies = stack.enter_context(files.tallied()) if files else []
-        bounds = source.bounds.tolist() if files else [0, len(source)]
+        bounds: list[int] = files.bounds.tolist() if files else [0, len(source)]
         began = said = time.monotonic()
         for number, first, last in _pieces(bounds, PIECE, MOST_PIECES, FEWEST_OF_A_FILE):
             look.add(number, source.read(first, last))
@@ -54,8 +54,8 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     for tally, scale in zip(tallies, scales, strict=True):
         if scale.doubt:
             log.warning(f"{tally.path}: {scale.doubt}")
-        if note := _against_normalize(scale, options):
-            log.warning(f"{tally.path}: {note}")
+        if against := _against_normalize(scale, options):
+            log.warning(f"{tally.path}: {against}")
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
 
 
@@ -134,7 +134,7 @@ class _Look:
 
     def _tell_empty(self, tallies: Sequence[Tally], where: str) -> None:
         cells, empty = int(self.cells.sum()), int(self.empty.sum())
-        zeros = sum(tally.empty for tally in tallies) if tallies else empty
+        zeros = sum(tally.empty for tally in tallies)  # a sharded copy has kept the genes of the vocabulary only
         kinds = [f"{zeros} are all zeros"] if zeros else []
         if empty > zeros:
             kinds.append(f"{empty - zeros} express no gene of the vocabulary")

@@ -107,14 +107,11 @@ class H5adFiles(SeveralFiles[Any]):
             )
         if file.sparse:
             _check_no_gene_twice(file, rows, first)
+        rows = _kept(rows, rows.values != 0)
         if self._tallies:
             self._tallies[number].add(rows, first)
         genes = self._columns[number][rows.genes]
-        keep = (genes >= 0) & (rows.values != 0)
-        if keep.all():
-            return SparseRows(rows.starts, genes, rows.values)
-        kept_before = starts_of(keep)
-        return SparseRows(kept_before[rows.starts], genes[keep], rows.values[keep])
+        return _kept(SparseRows(rows.starts, genes, rows.values), genes >= 0)
 
     def _slice(self, number: int, first: int, last: int) -> SparseRows:
         matrix = self._opened(number)
@@ -246,6 +243,13 @@ def _label_column(path: Path, content: Any, key: str | None) -> tuple[Ints, list
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path}: the column {name!r} of obs cannot be read: {error}") from None
     return np.asarray(column.codes, np.int64), [str(value) for value in column.categories]
+
+
+def _kept(rows: SparseRows, which: NDArray[Any]) -> SparseRows:
+    if which.all():
+        return rows
+    kept_before = starts_of(which)
+    return SparseRows(kept_before[rows.starts], rows.genes[which], rows.values[which])
 
 
 def _sparse(dense: NDArray[Any]) -> SparseRows:

@@ -131,17 +131,21 @@ def _judged(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
             return Scale("ones", "ones only (whether a gene is expressed, not how much)")
         return Scale("counts", f"whole numbers (counts), the largest {largest.max():.6g}")
     broken = ~whole
+    may_be_logged = broken & (largest <= SMALLEST_LINEAR)
     for base, (name, _) in enumerate(_BASES):
+        if may_be_logged.sum() < _MOST * broken.sum():
+            break
         undone = cells[f"undone {base}"]
-        total = _constant(undone[broken & ~np.isnan(undone)])
+        sums = undone[may_be_logged & ~np.isnan(undone)]
+        total = _constant(sums)
         if total is not None:
-            _check_one_scale(path, cells, "logged values", broken & (largest <= SMALLEST_LINEAR))
+            _check_one_scale(path, cells, "logged values", may_be_logged)
             log = f" ({name})"
             return Scale("logged", f"logged values{log}: before the log each cell adds up to {total:.6g}", total)
-        if _whole_sums(undone[broken & ~np.isnan(undone)]):
+        if _whole_sums(sums):
             # log2(1 + 1) and log2(1 + 3) are whole numbers as well.
             by_chance = (largest <= LARGEST_LOG) & (base > 0)
-            _check_one_scale(path, cells, "logged counts", (broken & (largest <= SMALLEST_LINEAR)) | by_chance)
+            _check_one_scale(path, cells, "logged counts", may_be_logged | by_chance)
             return Scale(
                 "logged", f"logged counts ({name}), which were not normalised before, the largest {largest.max():.6g}"
             )
