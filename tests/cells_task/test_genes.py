@@ -26,7 +26,7 @@ NUMBERS = [str(i) for i in range(GENES)]
 
 def file_of(path: Path, names: list[str], seed: int = 0, **columns: Any) -> Path:
     """A file whose var has these columns besides its index."""
-    write_cells(path, random_counts(40, len(names), seed, density=0.6), names)
+    write_cells(path, random_counts(40, len(names), seed, density=0.6) + (np.arange(len(names)) == 0), names)
     if columns:
         data = anndata.read_h5ad(path)
         for name, values in columns.items():
