@@ -1,18 +1,22 @@
 """Cells per second from one h5ad file, side by side: AnnLoader, scDataset, shardwise, and shardwise's sharded copy.
 
 python benchmarks/data/cells.py [--cells 100000] [--folder /tmp/cells] [--write benchmarks/data/DATE.md]
+python benchmarks/data/cells.py --tiny         a few cells, to try the script: its figures mean nothing
 
 Batches of 64 cells, shuffled, two workers, the file in the page cache. Every contender hands over sparse rows; shardwise
-also makes tokens and masks of them, ready to train on. Needs: pip install 'shardwise[cells]' scDataset==0.3.0 psutil
+also makes tokens and masks of them, ready to train on. Needs: pip install 'shardwise[cells]' scDataset==0.3.0 psutil. A
+contender that is not installed has a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -88,6 +92,9 @@ def shardwise_rows(path: Path, workers: int = WORKERS) -> Iterator[Any]:
         def join(self, parts: list[Any]) -> Any:
             return stack(parts)
 
+        def finish(self, batch: Any) -> Any:
+            return batch  # rows, of which no tokens are made
+
     for inputs in _shardwise(path, RowsOnly, lambda batch: 1, workers):
         yield _row_numbers(inputs.values, inputs.starts[:-1])
 
@@ -152,6 +159,15 @@ CONTENDERS: dict[str, tuple[Callable[[Path], Iterator[Any]], bool, int | None]] 
 }
 
 
+NEEDS = {"scDataset": "scdataset", "AnnLoader": "anndata"}
+"""The package of each peer, by how the contender's name begins."""
+
+
+def missing_package(name: str) -> str | None:
+    package = NEEDS.get(name.partition(",")[0])
+    return package if package and importlib.util.find_spec(package) is None else None
+
+
 # ---------------------------------------------------------------- one measurement, in a process of its own
 
 
@@ -200,23 +216,27 @@ def tokenizing(path: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--cells", type=int, default=100_000)
+    parser.add_argument("--cells", type=int)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "shardwise-benchmark")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int)
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a few cells, once each, nearly all in one process")
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "FILE"))
     args = parser.parse_args()
     if args.one:
         name, path = args.one[0], Path(args.one[1])
         print(json.dumps(tokenizing(path) if name == "tokenizing" else measure(name, path)))
         return
+    args.cells = args.cells or (600 if args.tiny else 100_000)
+    args.repeat = args.repeat or (1 if args.tiny else 3)
     args.folder.mkdir(parents=True, exist_ok=True)
+    how = "a run to try the script, whose figures mean nothing" if args.tiny else "each in a process of its own"
     lines = [
         "# Cells per second from one h5ad file",
         "",
         f"{args.cells} cells × {GENES} genes, {DENSITY:.0%} of them expressed, CSR, file in the page cache; batches of {BATCH}, "
-        f"shuffled, {WORKERS} workers; {_machine()}. Made by `benchmarks/data/cells.py`: best of {args.repeat} runs, each in "
-        f"a process of its own. shardwise: chunks of {CHUNK}, shuffle buffer {BUFFER}. Memory: of all processes together, "
+        f"shuffled, {WORKERS} workers; {_machine()}. Made by `benchmarks/data/cells.py`: best of {args.repeat} runs, {how}. "
+        f"shardwise: chunks of {CHUNK}, shuffle buffer {BUFFER}. Memory: of all processes together, "
         "shared pages counted once, in another run. Neighbours: how many cells of a batch have a cell beside them in the "
         "file that is in the same batch.",
     ]
@@ -226,21 +246,30 @@ def main() -> None:
         lines += ["", f"## {'Compressed with gzip' if compression else 'Not compressed'}", ""]
         lines += [f"{file.stat().st_size / 2**20:.0f} MiB; the sharded copy {_size(copy):.0f} MiB.", ""]
         lines += ["| | cells/s | memory, MiB | neighbours |", "|---|---|---|---|"]
-        for name, (_, sharded, _limit) in CONTENDERS.items():
+        for number, (name, (_, sharded, _limit)) in enumerate(CONTENDERS.items()):
             path = copy if sharded else file
-            runs = [run_one(name, path) for _ in range(args.repeat)]
-            best = max(runs, key=lambda run: run["cells_per_second"])
-            # Looking at the memory of a process holds it up: in a run of its own.
-            memory = run_one(name, path, watched=True)["memory"]
-            lines.append(f"| {name} | {best['cells_per_second']:,.0f} | {memory:.0f} | {best['neighbours']:.2%} |")
+            alone = not args.tiny or (number == 0 and compression is None)
+            lines.append(f"| {name} | {_row(name, path, args.repeat, tiny=args.tiny, alone=alone)}")
             print(lines[-1], flush=True)
-        costs = run_one("tokenizing", file)
+        costs = tokenizing(file) if args.tiny else run_one("tokenizing", file)
         lines += ["", "Microseconds of processor time per cell in one process: " + _costs(costs) + "."]
         print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     print(text)
     if args.write:
         args.write.write_text(text)
+
+
+def _row(name: str, path: Path, repeat: int, *, tiny: bool, alone: bool) -> str:
+    """Its figures, each measured in a process of its own; of a tiny run, only those that shall be `alone`."""
+    if package := missing_package(name):
+        return f"not installed: {package} | | |"
+    runs = [] if tiny else [run_one(name, path) for _ in range(repeat)]
+    # Looking at the memory of a process holds it up: in a run of its own.
+    watched = run_one(name, path, watched=True) if alone else measure(name, path)
+    best = max(runs or [watched], key=lambda run: run["cells_per_second"])
+    memory = f"{watched['memory']:.0f}" if watched.get("memory") else "–"
+    return f"{best['cells_per_second']:,.0f} | {memory} | {best['neighbours']:.2%} |"
 
 
 def make_file(folder: Path, cells: int, compression: Any) -> Path:
@@ -265,10 +294,15 @@ def make_file(folder: Path, cells: int, compression: Any) -> Path:
 
 def make_copy(file: Path) -> Path:
     from shardwise.config import parse_config
+    from shardwise.errors import DataError
     from shardwise.tasks.cells.sharding import shard_cells
+    from shardwise.tasks.cells.shards import open_shards
 
     copy = file.with_suffix(".shards")
-    if not copy.exists():
+    try:
+        open_shards(copy)
+    except DataError:  # not there, or made by an older shardwise
+        shutil.rmtree(copy, ignore_errors=True)
         config: Any = parse_config(f"task: cells\ndata: {{source: local, paths: [{file}]}}")
         shard_cells(config.data, 0, copy, cells_per_shard=65_536)
     return copy
@@ -286,13 +320,15 @@ def run_one(name: str, path: Path, *, watched: bool = False) -> dict[str, float]
     if watched:
         watcher.join()
     if process.returncode:
-        sys.exit(f"{name}: {err}")
+        sys.exit(f"{name} failed: {err}")
     return {**json.loads(out.splitlines()[-1]), "memory": peak[0]}
 
 
 def _watch(pid: int, peak: list[float]) -> None:
-    import psutil
-
+    try:
+        import psutil
+    except ImportError:
+        return
     try:
         parent = psutil.Process(pid)
         while parent.is_running() and parent.status() != psutil.STATUS_ZOMBIE:

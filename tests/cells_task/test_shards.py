@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import anndata
 import numpy as np
 import pytest
 
 from shardwise.cli import main
-from shardwise.data.manifest import problems_of, read_manifest
+from shardwise.data.manifest import FileEntry, problems_of, read_manifest, write_manifest
 from shardwise.errors import ConfigError, DataError
-from shardwise.tasks.cells import sharding
+from shardwise.tasks.cells import sharding, sources
 from shardwise.tasks.cells.corpus import open_corpus
 from shardwise.tasks.cells.sharding import shard_cells
-from shardwise.tasks.cells.shards import open_shards
+from shardwise.tasks.cells.shards import open_shards, write_shard
 from shardwise.tasks.cells.task import CellsTask
 from shardwise.watch.run_folder import dump_config
 from tests.cells_task.files import random_counts, write_cells
@@ -208,6 +210,153 @@ def test_the_program_writes_and_verifies_a_copy(tmp_path: Path, capsys: pytest.C
         == 2
     )
     assert "has task: chess" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what has changed since
+
+
+def prepare(folder: Path, caplog: pytest.LogCaptureFixture, *overrides: str) -> str:
+    caplog.clear()
+    with caplog.at_level("INFO", "shardwise"):
+        CellsTask(from_copy(folder, *overrides)).prepare_data()
+    return caplog.text
+
+
+def rewritten(change: str, path: Path) -> None:
+    """The file as somebody else may have left it."""
+    about, content = path.stat(), path.read_bytes()
+    if change == "size":
+        path.write_bytes(content + b"x")
+    elif change == "content":
+        write_cells(path, random_counts(CELLS, GENES, seed=1), labels=["T"] * CELLS)
+    else:  # one byte, and the old modification time
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", ["size", "content", "one byte"])
+def test_a_copy_of_a_file_that_has_changed_since_is_refused(
+    source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    copied(source, tmp_path / "copy")
+    assert "since" not in prepare(tmp_path / "copy", caplog)
+    rewritten(change, tmp_path / "a.h5ad")
+    with pytest.raises(
+        DataError, match=r"was made from files that have changed since: .*a.h5ad has .* data.changed_sources"
+    ):
+        prepare(tmp_path / "copy", caplog)
+    said = prepare(tmp_path / "copy", caplog, "data.changed_sources=warn")
+    assert said.count("have changed since") == 1 and "WARNING" in said and "It is trained on as it was made" in said
+
+
+def test_a_file_that_was_only_touched_is_told(source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copied(source, tmp_path / "copy")
+    os.utime(tmp_path / "a.h5ad")
+    said = prepare(tmp_path / "copy", caplog)
+    assert (
+        f"{tmp_path / 'a.h5ad'}: written again since the sharded copy {tmp_path / 'copy'} was made, with the same size"
+        in said
+    )
+
+
+def test_a_source_that_was_moved_away_is_told_and_the_copy_used(
+    source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied(source, tmp_path / "copy")
+    (tmp_path / "a.h5ad").rename(tmp_path / "elsewhere.h5ad")
+    assert f"was made from {tmp_path / 'a.h5ad'}, which is not there any more" in prepare(tmp_path / "copy", caplog)
+
+
+def test_a_vocabulary_and_a_zarr_store_are_sources_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    data = anndata.read_h5ad(write_cells(tmp_path / "a.h5ad", random_counts(60, 8)))
+    data.write_zarr(tmp_path / "a.zarr")
+    genes = tmp_path / "genes.txt"
+    genes.write_text("\n".join(f"gene{i}" for i in range(8)))
+    copied(config_for(tmp_path / "a.zarr", gene_vocab=genes), tmp_path / "copy")
+    assert "since" not in prepare(tmp_path / "copy", caplog)
+    genes.write_text("\n".join(f"gene{i}" for i in reversed(range(8))))
+    with pytest.raises(DataError, match=r"changed since: .*genes.txt has another content of the same size"):
+        prepare(tmp_path / "copy", caplog)
+    genes.unlink()
+    chunk = max((tmp_path / "a.zarr" / "X" / "data").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match=r"changed since: .*a.zarr has another content of the same size"):
+        prepare(tmp_path / "copy", caplog)
+
+
+def test_of_a_large_file_blocks_from_all_over_it_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BLOCK", 10)
+    monkeypatch.setattr(sources, "MOST_BLOCKS", 20)
+    path = tmp_path / "large"
+    content = np.random.default_rng(0).bytes(1003)
+    path.write_bytes(content)
+    before = sources.Source.of(path)
+    noticed = 0
+    for place in range(0, 1003, 10):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        noticed += sources.Source.of(path).content != before.content
+    assert noticed == 20
+    for place in (0, 1002):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert sources.Source.of(path).content != before.content
+
+
+def test_a_file_that_changes_while_it_is_copied_gives_no_copy(
+    source: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_and_write(*args: Any) -> None:
+        os.utime(tmp_path / "a.h5ad")
+        write_shard(*args)
+
+    monkeypatch.setattr(sharding, "write_shard", change_and_write)
+    with pytest.raises(DataError, match=r"a.h5ad: changed while it was copied"):
+        copied(source, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize(("made", "message"), [(None, "an older"), (1, "an older"), (99, "a newer")])
+def test_a_copy_by_another_version_with_another_format_is_refused(
+    source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], made: int | None, message: str
+) -> None:
+    copied(source, tmp_path / "copy")
+    rewrite_manifest(tmp_path / "copy", format=made)
+    with pytest.raises(
+        DataError, match=rf"copy was made by {message} version of shardwise .* Make it anew: shardwise data sh"
+    ):
+        open_shards(tmp_path / "copy")
+    assert main(["data", "verify", str(tmp_path / "copy")]) == 2
+    assert f"was made by {message} version of shardwise" in capsys.readouterr().err
+
+
+def rewrite_manifest(folder: Path, **about: Any) -> None:
+    """As another version would have written it; None: that did not write the key."""
+    manifest = read_manifest(folder)
+    files = {name: FileEntry(**entry) for name, entry in manifest["files"].items()}
+    changed = {key: value for key, value in (manifest["about"] | about).items() if value is not None}
+    write_manifest(folder, files, changed)
+
+
+def test_a_copy_by_another_version_with_the_same_format_is_told(
+    source: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copied(source, tmp_path / "copy")
+    assert "was made by shardwise" not in prepare(tmp_path / "copy", caplog)
+    rewrite_manifest(tmp_path / "copy", shardwise="0.0.7")
+    assert "was made by shardwise 0.0.7; this is" in prepare(tmp_path / "copy", caplog)
+
+
+def test_verify_tells_changed_sources(source: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copied(source, tmp_path / "copy")
+    rewritten("one byte", tmp_path / "a.h5ad")
+    assert main(["data", "verify", str(tmp_path / "copy")]) == 2
+    assert "is whole, but was made from files that have changed since" in capsys.readouterr().err
+
+
+def test_a_file_in_place_of_a_copy_is_said_so(tmp_path: Path) -> None:
+    path = write_cells(tmp_path / "a.h5ad", random_counts(5, 5))
+    with pytest.raises(DataError, match=r"a.h5ad is a file, and source: shards reads a folder"):
+        open_shards(path)
 
 
 def test_a_folder_that_is_no_copy_is_said_so(tmp_path: Path) -> None:

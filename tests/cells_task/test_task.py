@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardwise.errors import DataError
 from shardwise.tasks.cells.export import embed, load_encoder
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
 from shardwise.tasks.cells.synthetic import synthetic_counts
@@ -332,6 +333,57 @@ def test_a_step_of_cells_without_genes_changes_nothing_and_the_run_goes_on(ranks
     overrides = [f"data={{source: local, paths: [{path}]}}", "training.batch_size=1", "training.log_every_n_steps=1"]
     result = ranks.run(1, work.run_fit, TINY, overrides, str(tmp_path))[0]
     assert result["steps"] == 57 and "nan" not in result["output"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cls", ["true", "false"])
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_cells_without_genes_count_nothing_and_leave_the_others_as_they_are(
+    tmp_path: Path, strategy: str, cls: str, packing: str
+) -> None:
+    counts = random_counts(40, 20, density=0.5)
+    counts[::3] = 0
+    path = write_cells(tmp_path / "a.h5ad", counts)
+    task = task_of(
+        f"data={{source: local, paths: [{path}]}}", f"tokenizer={{strategy: {strategy}, prepend_cls: {cls}, packing: {packing}}}"
+    )  # fmt: skip
+    data, model = task.train_data(), task.build_model()
+    cells = data.read(np.arange(len(data)), 0)["cells"].numpy()
+    filled, empty = np.flatnonzero(counts[cells].any(axis=1)), np.flatnonzero(~counts[cells].any(axis=1))
+
+    def loss_of(ids: Any) -> Any:
+        model.zero_grad()
+        batch = data.finish(data.read(ids, 0))
+        loss = task.loss(model, batch)
+        loss.sum.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert int(loss.count) == task.count(batch) and all(g.isfinite().all() for g in gradients)
+        return loss.sum.detach(), int(loss.count), gradients
+
+    alone, count, gradients = loss_of(filled)
+    together, same, others = loss_of(np.sort(np.concatenate([filled, empty])))
+    assert same == count > 0
+    torch.testing.assert_close(together, alone)
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    nothing, none, zeros = loss_of(empty)
+    assert none == 0 and float(nothing) == 0 and all(not g.any() for g in zeros)
+
+
+def test_held_out_cells_of_which_none_has_a_gene_are_told_before_training(tmp_path: Path) -> None:
+    counts = random_counts(60, 20) + (np.arange(20) == 0)
+
+    def task_with(name: str) -> CellsTask:
+        return task_of(f"data={{source: local, paths: [{write_cells(tmp_path / name, counts)}]}}")
+
+    held_out = task_with("a.h5ad")._corpus.held_out
+    counts[held_out[1:]] = 0
+    task_with("b.h5ad").prepare_data()
+    counts[held_out] = 0
+    with pytest.raises(
+        DataError, match=r"none of the 3 cells held out of .*c.h5ad has any gene: there is nothing to valid"
+    ):
+        task_with("c.h5ad").prepare_data()
 
 
 @pytest.mark.parametrize("labelled", [0, 1, 2, 30])

@@ -57,13 +57,20 @@ def _shard(args: argparse.Namespace) -> int:
 def _verify(folder: Path) -> int:
     from shardwise.data.manifest import problems_of, read_manifest
     from shardwise.errors import DataError
+    from shardwise.tasks.cells.sources import check_format, compare
 
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     problems = problems_of(folder)
     if problems:
         raise DataError("\n  ".join([f"{folder} is damaged: make the copy anew", *problems]))
-    files = read_manifest(folder)["files"]
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    if manifest["about"].get("kind") == "cells":
+        check_format(folder, manifest["about"])
+        changed = compare(manifest["about"]["sources"]).changed
+        if changed:
+            raise DataError(f"{folder} is whole, but was made from files that have changed since: {'; '.join(changed)}")
     show(
         f"{folder}: {len(files)} files, {sum(f['size'] for f in files.values()) / 2**20:.1f} MiB, every checksum matches"
     )

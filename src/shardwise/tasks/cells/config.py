@@ -15,16 +15,19 @@ FIXED_IN_A_COPY = ("gene_vocab", "gene_key", "layer", "label_key", "valid_fracti
 class CellsData(DataBlock):
     source: Literal["synthetic", "local", "shards"] = Field(
         "synthetic",
-        description="synthetic: an h5ad file made from the seed; local: h5ad files; shards: what `shardwise data shard` wrote.",
+        description="synthetic: an h5ad file made from the seed; local: h5ad files and zarr stores; shards: what "
+        "`shardwise data shard` wrote.",
     )
-    paths: list[PathText] = Field([], description="local: h5ad files; shards: the folder of the sharded copy.")
+    paths: list[PathText] = Field(
+        [], description="local: h5ad files and zarr stores; shards: the folder of the sharded copy."
+    )
     gene_vocab: PathText | None = Field(
         None,
         description="A text file with one gene per line, or a JSON list. Default, and for human_protein_coding, which is "
         "not shipped: every gene of the data.",
     )
     gene_key: str | None = Field(None, description="The column of `var` with the gene names; default: its index.")
-    layer: str | None = Field(None, description="The layer to read; default: X.")
+    layer: str | None = Field(None, description="The layer to read; raw: adata.raw with its genes; default: X.")
     label_key: str | None = Field(
         None, description="The column of `obs` to compare embeddings with; default: cell_type, if there is one."
     )
@@ -49,6 +52,9 @@ class CellsData(DataBlock):
         32_768,
         ge=1,
         description="streaming: cells of many chunks that are in memory at once, and drawn from at random.",
+    )
+    changed_sources: Literal["refuse", "warn"] = Field(
+        "refuse", description="shards: what to do where the files that the copy was made from have changed since."
     )
     num_cells: int = Field(4000, ge=20, description="synthetic: how many cells, validation included.")
     num_genes: int = Field(400, ge=10, description="synthetic: how many genes.")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import shardwise
 from shardwise.errors import ConfigError, DataError
+from shardwise.tasks.cells.check import scales_of
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
-from shardwise.tasks.cells.h5ad import H5adFile, H5adFiles, inspect, pieces_to_check
+from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split
 from shardwise.tasks.cells.shards import ShardedCopy, open_shards
+from shardwise.tasks.cells.sources import compare
 from shardwise.tasks.cells.synthetic import synthetic_file
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
@@ -27,6 +29,8 @@ class Corpus:
     genes: dict[str, int]
     counts: bool
     """Whether the values are whole numbers, as counted; else they are taken as normalised already."""
+    values: str | None
+    """What a sharded copy says of its values; of files, the check says it."""
     training: CellSource
     split: Split
     """Which rows of `training` are trained on."""
@@ -49,6 +53,8 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
     if options.source == "shards":
         copy = open_shards(Path(options.paths[0]))
         _check_wishes(options, copy)
+        if not quiet:
+            _check_sources(options, copy)
         if seed != copy.seed:
             say = log.debug if quiet else log.info
             say(
@@ -58,6 +64,7 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
         corpus = Corpus(
             {gene: number for number, gene in enumerate(copy.genes)},
             copy.counts,
+            copy.values,
             copy.training,
             Split(len(copy.training), nobody),
             copy.validation,
@@ -65,33 +72,62 @@ def open_corpus(options: CellsData, seed: int, *, quiet: bool = True) -> Corpus:
         )
     else:
         paths = h5ad_paths(options, seed)
-        twice = [path for path in paths if [other.resolve() for other in paths].count(path.resolve()) > 1]
-        if twice:
-            raise DataError(f"data.paths names {twice[0]} twice: its cells would be trained on and held out at once")
+        _check_once(paths)
         files = [inspect(path, options) for path in paths]
         genes = choose_vocabulary(options.gene_vocab, files, quiet=quiet)
         source = H5adFiles(files, genes, options.label_key)
         if len(source) < 2:
             raise DataError(f"{files[0].path} has one cell only: one to train on and one to validate on are needed")
         split = Split.of(len(source), options.valid_fraction, options.max_valid_cells, seed)
-        corpus = Corpus(genes, _are_counts(files, source), source, split, source, split.held_out)
+        counts = all(scale.whole or scale.kind == "nothing" for scale in scales_of(source))
+        corpus = Corpus(genes, counts, None, source, split, source, split.held_out)
     return corpus
+
+
+def _check_sources(options: CellsData, copy: ShardedCopy) -> None:
+    """A copy of files that have changed since is not what a person means by their names."""
+    found = compare(copy.sources)
+    folder = options.paths[0]
+    if found.changed:
+        what = f"the sharded copy {folder} was made from files that have changed since: {'; '.join(found.changed)}"
+        if options.changed_sources == "refuse":
+            raise DataError(
+                f"{what}. Make it anew (shardwise data shard CONFIG --to FOLDER), or, to train on the cells as they were, set "
+                "data.changed_sources: warn"
+            )
+        log.warning(f"{what}. It is trained on as it was made")
+    if found.touched:
+        log.warning(
+            f"{', '.join(found.touched)}: written again since the sharded copy {folder} was made, with the same size and, as far "
+            "as was looked, the same content"
+        )
+    if found.gone:
+        log.info(
+            f"the sharded copy {folder} was made from {', '.join(found.gone)}, which is not there any more: whether it has "
+            "changed cannot be told"
+        )
+    if copy.made_by != shardwise.__version__:
+        log.info(
+            f"the sharded copy {folder} was made by shardwise {copy.made_by}; this is {shardwise.__version__}, which reads the "
+            "same format"
+        )
+
+
+def _check_once(paths: list[Path]) -> None:
+    """A file may be named by a link to it, too."""
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        if path.exists():
+            about = path.stat()
+            if (other := seen.setdefault((about.st_dev, about.st_ino), path)) is not path:
+                raise DataError(
+                    f"data.paths names {other} twice: its cells would be trained on and held out at once"
+                    + ("" if str(other) == str(path) else f". {path} is the same file")
+                )
 
 
 def h5ad_paths(options: CellsData, seed: int) -> list[Path]:
     return [synthetic_file(options, seed)] if options.source == "synthetic" else [Path(p) for p in options.paths]
-
-
-def check_values(corpus: Corpus) -> None:
-    """Read the cells once, or, of a huge corpus, pieces spread evenly over it: bad values are told before training."""
-    source = corpus.training
-    corpus.validation.labels()
-    began = said = time.monotonic()
-    for first, last in pieces_to_check(len(source)):
-        source.read(first, last)
-        if time.monotonic() - said > 10:
-            said = time.monotonic()
-            log.info(f"checking the cells: {last / len(source):.0%} after {said - began:.0f} s")
 
 
 def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
@@ -105,18 +141,3 @@ def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
             f"data: the sharded copy {options.paths[0]} was made with {made}, and has that fixed, but the config says {wanted}. "
             f"Leave {', '.join(other)} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to FOLDER"
         )
-
-
-def _are_counts(files: list[H5adFile], source: H5adFiles) -> bool:
-    """The first cells of each file decide."""
-    kinds = {}
-    for file, start in zip(files, source.bounds[:-1].tolist(), strict=True):
-        values = source.read(start, start + min(file.cells, 256)).values
-        kinds[file.path] = bool((values == np.round(values)).all())
-    if len(set(kinds.values())) > 1:
-        whole, other = (next(path for path, kind in kinds.items() if kind is wanted) for wanted in (True, False))
-        raise DataError(
-            f"{whole} holds whole numbers (counts) and {other} does not: they cannot be trained on together. Use a layer "
-            "that is the same in all of them (data.layer)"
-        )
-    return next(iter(kinds.values()))

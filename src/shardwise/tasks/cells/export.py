@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_model, save_model
 
 from shardwise.errors import DataError
+from shardwise.tasks.cells.check import scales_of
 from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
 from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.model import CellEncoder
@@ -19,7 +20,7 @@ from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
 
 def save_encoder(
-    model: CellEncoder, tokenizer: CellTokenizer, genes: list[str], network: CellsModel, folder: Path
+    model: CellEncoder, tokenizer: CellTokenizer, genes: list[str], network: CellsModel, folder: Path, *, counts: bool
 ) -> None:
     save_model(model, str(folder / "model.safetensors"))
     (folder / "genes.txt").write_text("".join(f"{gene}\n" for gene in genes))
@@ -28,17 +29,27 @@ def save_encoder(
         "tokenizer": tokenizer.options.model_dump(),
         "max_genes": tokenizer.max_genes,
         "target_sum": tokenizer.target_sum,
+        "counts": counts,
         "seed": tokenizer.seed,
     }
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
-def embed(folder: str | Path, h5ad: str | Path, *, batch_size: int = 256, device: str = "cpu") -> NDArray[np.float32]:
-    """A row for each cell of an h5ad file, by an exported encoder. Genes that it does not know are left out."""
+def embed(
+    folder: str | Path,
+    h5ad: str | Path,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    batch_size: int = 256,
+    device: str = "cpu",
+) -> NDArray[np.float32]:
+    """A row for each cell of an h5ad file or zarr store, by an exported encoder. Genes that it does not know are left out."""
     model, tokenizer, _ = load_encoder(folder)
     model.to(device)
-    file = inspect(Path(h5ad), CellsData())
-    source = H5adFiles([file], choose_vocabulary(str(Path(folder) / "genes.txt"), [file]))
+    file = inspect(Path(h5ad), CellsData(layer=layer, gene_key=gene_key))
+    source = H5adFiles([file], choose_vocabulary(str(Path(folder) / "genes.txt"), [file], quiet=False))
+    _check_scale(Path(folder), source)
     rows = []
     with torch.no_grad():
         for first in range(0, len(source), batch_size):
@@ -47,6 +58,17 @@ def embed(folder: str | Path, h5ad: str | Path, *, batch_size: int = 256, device
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
             rows.append(model(on_device, want="embedding").cpu().numpy())
     return np.concatenate(rows)
+
+
+def _check_scale(folder: Path, source: H5adFiles) -> None:
+    """An encoder of counts takes other values for counts, and has nothing to say of them."""
+    scale = scales_of(source)[0]
+    counts = json.loads((folder / "config.json").read_text()).get("counts")
+    if counts is not None and scale.kind != "nothing" and counts != scale.whole:
+        raise DataError(
+            f"{source.files[0].path} holds {scale.text}, but the encoder {folder} was trained on "
+            f"{'counts' if counts else 'values that are no counts'}. Name the layer that has those: embed(…, layer=…)"
+        )
 
 
 def load_encoder(folder: str | Path) -> tuple[CellEncoder, CellTokenizer, list[str]]:

@@ -1,16 +1,17 @@
-"""h5ad files as a source of cells: several files, different genes, sparse or dense, read in pieces.
+"""h5ad files and zarr stores as a source of cells: several files, different genes, sparse or dense, read in pieces.
 
-The matrix is read through h5py alone. anndata reads what is small and has many spellings: names and labels.
+The matrix is read through h5py or zarr alone. anndata reads what is small and has many spellings: names and labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from anndata.io import read_elem
 from numpy.typing import NDArray
@@ -18,9 +19,14 @@ from scipy import sparse
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.config import CellsData
-from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows, starts_of
+from shardwise.tasks.cells.genes import gene_names
+from shardwise.tasks.cells.opening import opened, reading
+from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows, stack, starts_of
+from shardwise.tasks.cells.scale import Tally
 
 DEFAULT_LABEL = "cell_type"
+DENSE_AT_ONCE = 64 * 2**20
+"""Bytes of a dense matrix that are read at a time: most of them are zeros, and not kept."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,22 @@ class H5adFile:
 
     path: Path
     matrix: str
-    """Where the values are: X or a layer."""
+    """Where the values are: X, a layer, or the X of raw."""
+    table: str
+    """Where the genes are: var, or that of raw."""
     sparse: bool
     cells: int
     genes: list[str]
+    """By column; empty: it has no name, and is left out."""
+    gene_column: str = "_index"
+    numbered: bool = False
+    """Its genes are called 0, 1, 2, … and nobody has asked for that."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of it."""
+
+    @cached_property
+    def gene_set(self) -> frozenset[str]:
+        return frozenset(gene for gene in self.genes if gene)
 
 
 class H5adFiles(SeveralFiles[Any]):
@@ -44,6 +62,16 @@ class H5adFiles(SeveralFiles[Any]):
         self.origin = "h5ad"
         self.label_key = label_key
         self._columns = [np.array([vocabulary.get(gene, -1) for gene in file.genes], np.int32) for file in files]
+        self._tallies: list[Tally] = []
+
+    @contextmanager
+    def tallied(self) -> Iterator[list[Tally]]:
+        """What is read meanwhile is looked at, file by file, as it stands there: all genes, the vocabulary's or not."""
+        self._tallies = [Tally(file.path) for file in self.files]
+        try:
+            yield self._tallies
+        finally:
+            self._tallies = []
 
     def numbers(self, rows: Ints) -> Ints:
         return rows
@@ -53,7 +81,7 @@ class H5adFiles(SeveralFiles[Any]):
         names: dict[str, int] = {}
         codes = np.full(len(self), -1, np.int64)
         for file, start in zip(self.files, self.bounds[:-1], strict=True):
-            with _opened(file.path) as content:
+            with reading(file.path) as content:
                 column = _label_column(file.path, content, self.label_key)
             if column is not None:
                 values, present = column
@@ -69,11 +97,9 @@ class H5adFiles(SeveralFiles[Any]):
         file = self.files[number]
         try:
             rows = self._slice(number, first, last)
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, IndexError, RuntimeError) as error:
             raise DataError(f"{file.path}: the cells {first} to {last - 1} cannot be read: {error}") from None
-        # What is trained on is fp32: a number too large for that is none.
-        rows = SparseRows(rows.starts, rows.genes, rows.values.astype(np.float32, copy=False))
-        _check_values(file.path, rows, first)
+        rows = _as_fp32(file.path, rows, first)
         if len(rows.genes) and (rows.genes.min() < 0 or rows.genes.max() >= len(file.genes)):
             raise DataError(
                 f"{file.path}: the cells {first} to {last - 1} name columns that {file.matrix} does not have: the file is "
@@ -81,28 +107,27 @@ class H5adFiles(SeveralFiles[Any]):
             )
         if file.sparse:
             _check_no_gene_twice(file, rows, first)
+        rows = _kept(rows, rows.values != 0)
+        if self._tallies:
+            self._tallies[number].add(rows, first)
         genes = self._columns[number][rows.genes]
-        keep = (genes >= 0) & (rows.values != 0)
-        if keep.all():
-            return SparseRows(rows.starts, genes, rows.values)
-        kept_before = starts_of(keep)
-        return SparseRows(kept_before[rows.starts], genes[keep], rows.values[keep])
+        return _kept(SparseRows(rows.starts, genes, rows.values), genes >= 0)
 
     def _slice(self, number: int, first: int, last: int) -> SparseRows:
         matrix = self._opened(number)
         if self.files[number].sparse:
             pointers = matrix["indptr"][first : last + 1].astype(np.int64)
             begin, end = int(pointers[0]), int(pointers[-1])
-            if (np.diff(pointers) < 0).any() or len(matrix["data"]) < end:
+            if (np.diff(pointers) < 0).any() or matrix["data"].shape[0] < end:
                 raise ValueError("its row pointers lead outside the file")
             return SparseRows(pointers - begin, matrix["indices"][begin:end], matrix["data"][begin:end])
-        dense = matrix[first:last]
-        rows, genes = np.nonzero(dense)
-        return SparseRows(starts_of(np.bincount(rows, minlength=last - first)), genes, dense[rows, genes])
+        rows_at_once = max(1, DENSE_AT_ONCE // max(1, matrix.shape[1] * matrix.dtype.itemsize))
+        parts = [_sparse(matrix[a : min(a + rows_at_once, last)]) for a in range(first, last, rows_at_once)]
+        return parts[0] if len(parts) == 1 else stack(parts)
 
     def _open_one(self, number: int) -> Any:
         file = self.files[number]
-        return _opened(file.path)[file.matrix]
+        return opened(file.path)[file.matrix]
 
 
 def inspect(path: Path, options: CellsData) -> H5adFile:
@@ -117,17 +142,14 @@ def inspect(path: Path, options: CellsData) -> H5adFile:
 
 
 def _inspected(path: Path, options: CellsData) -> H5adFile:
-    with _opened(path) as content:
-        name = f"layers/{options.layer}" if options.layer else "X"
-        if name not in content:
-            layers = ", ".join(content.get("layers", {})) or "none"
-            raise DataError(f"{path} has no {name}. Layers in it: {layers}. Set data.layer accordingly")
+    with reading(path) as content:
+        name, table = _place_of(path, content, options.layer)
         matrix = content[name]
-        kind = str(matrix.attrs.get("encoding-type", "array" if isinstance(matrix, h5py.Dataset) else "?"))
+        is_array = hasattr(matrix, "shape")
+        kind = str(matrix.attrs.get("encoding-type", "array" if is_array else "?"))
         if kind == "csc_matrix":
             raise DataError(
-                f"{path}: {name} is stored by gene (CSC), and cells cannot be read from it. Store it by cell: "
-                "adata.X = adata.X.tocsr(); adata.write_h5ad(…)"
+                f"{path}: {name} is stored by gene (CSC), and cells cannot be read from it. Store it by cell: {_by_cell(name)}"
             )
         if kind not in ("csr_matrix", "array"):
             raise DataError(
@@ -139,59 +161,74 @@ def _inspected(path: Path, options: CellsData) -> H5adFile:
         if values.dtype.kind not in "fiub":
             raise DataError(f"{path}: {name} holds {values.dtype}, not numbers that could be counts")
         cells, columns = (int(size) for size in (matrix.attrs["shape"] if sparse else matrix.shape))
-        genes = _gene_names(path, content, options.gene_key)
-        if sparse and (len(matrix["indptr"]) != cells + 1 or len(matrix["indices"]) != len(matrix["data"])):
+        if table not in content:
+            raise DataError(f"{path} has no {table}, the table of genes of {name}: the file is damaged. Copy it again")
+        genes = gene_names(path, content, table, options.gene_key)
+        sizes = [matrix[part].shape[0] for part in ("indptr", "indices", "data")] if sparse else []
+        if sparse and (sizes[0] != cells + 1 or sizes[1] != sizes[2]):
             raise DataError(f"{path}: the parts of {name} do not fit together: the file is damaged. Copy it again")
-    if len(genes) != columns:
-        raise DataError(f"{path}: {name} has {columns} columns, but var names {len(genes)} genes")
+        if sparse:
+            _check_chunks(path, name, matrix["data"])
+    if len(genes.names) != columns:
+        raise DataError(f"{path}: {name} has {columns} columns, but {table} names {len(genes.names)} genes")
     if not cells:
         raise DataError(f"{path} has no cells")
-    return H5adFile(path, name, sparse, cells, genes)
+    if not columns:
+        raise DataError(f"{path} has no genes")
+    return H5adFile(
+        path, name, table, sparse, cells, genes.names, genes.column, genes.numbers, tuple(genes.notes)
+    )  # fmt: skip
 
 
-def pieces_to_check(cells: int, piece: int = 4096, at_most: int = 256) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that cover everything, or, in a huge file, are spread evenly over it."""
-    starts = np.arange(0, cells, piece)
-    if len(starts) > at_most:
-        starts = starts[np.linspace(0, len(starts) - 1, at_most).astype(int)]
-    for start in starts.tolist():
-        yield start, min(start + piece, cells)
-
-
-def _opened(path: Path) -> h5py.File:
-    if not path.is_file():
-        near = sorted(other.name for other in path.parent.glob("*.h5ad")) if path.parent.is_dir() else []
-        hint = f" In that folder: {', '.join(near[:5])}." if near else ""
-        raise DataError(f"there is no file {path}.{hint} Check data.paths")
-    try:
-        return h5py.File(path, "r")
-    except OSError as error:
+def _place_of(path: Path, content: Any, layer: str | None) -> tuple[str, str]:
+    """Where the values are, and the table of their genes: those of raw are others than those of X."""
+    has_raw = "raw" in content and "X" in content["raw"]
+    layers = list(content["layers"]) if "layers" in content else []
+    if layer == "raw" and has_raw and "raw" in layers:
         raise DataError(
-            f"{path} cannot be opened as h5ad ({error}). Is it complete? A copy that was cut off looks like this"
-        ) from None
-
-
-def _gene_names(path: Path, content: h5py.File, key: str | None) -> list[str]:
-    if "var" not in content:
-        raise DataError(f"{path} has no var, the table of genes: it is not an h5ad file")
-    var = content["var"]
-    column = key or str(var.attrs.get("_index", "_index"))
-    if column not in var:
-        raise DataError(
-            f"{path}: var has no column {column!r}. It has: {', '.join(var)}. Set data.gene_key accordingly"
+            f"{path} has both adata.raw and a layer that is called raw: say which as data.layer: raw/X or layers/raw"
         )
-    genes = [str(gene) for gene in np.asarray(read_elem(var[column]))]
-    if len(set(genes)) < len(genes):
-        seen: set[str] = set()
-        twice = next(gene for gene in genes if gene in seen or seen.add(gene))  # type: ignore[func-returns-value]
-        raise DataError(
-            f"{path}: {len(genes) - len(set(genes))} gene names occur more than once, for example {twice!r}. Make them "
-            "unique (adata.var_names_make_unique()), or choose another column with data.gene_key"
-        )
-    return genes
+    if layer in (None, "X") and layer not in layers:
+        if "X" in content and content["X"].attrs.get("encoding-type") != "null":
+            return "X", "var"
+    elif layer in layers:
+        return f"layers/{layer}", "var"
+    elif layer in ("raw", "raw/X") and has_raw:
+        return "raw/X", "raw/var"
+    elif layer is not None and layer.startswith("layers/") and layer.removeprefix("layers/") in layers:
+        return layer, "var"
+    listed = ", ".join(layers) or "none"
+    raw = "; raw (adata.raw) is there as well" if has_raw else ""
+    asked = "X" if layer in (None, "X") else f"layers/{layer}"
+    if layer in ("raw", "raw/X"):
+        asked = "adata.raw, and it has no layers/raw"
+    raise DataError(f"{path} has no {asked}. Layers in it: {listed}{raw}. Set data.layer accordingly")
 
 
-def _label_column(path: Path, content: h5py.File, key: str | None) -> tuple[Ints, list[str]] | None:
+def _by_cell(name: str) -> str:
+    if name == "raw/X":
+        return "raw = adata.raw.to_adata(); raw.X = raw.X.tocsr(); raw.write_h5ad(…), and read its X"
+    return f"{_in_python(name)} = {_in_python(name)}.tocsr(); adata.write_h5ad(…)"
+
+
+def _in_python(name: str) -> str:
+    if name.startswith("layers/"):
+        return f"adata.layers[{name.removeprefix('layers/')!r}]"
+    return "adata.raw.X" if name == "raw/X" else "adata.X"
+
+
+def _check_chunks(path: Path, name: str, values: Any) -> None:
+    """Zarr takes a chunk whose file is missing for zeros, and nobody would know. The values of a sparse matrix are none."""
+    if hasattr(values, "nchunks_initialized"):
+        missing = values.nchunks - values.nchunks_initialized  # below 0 where the last shard is not full
+        if missing > 0:
+            raise DataError(
+                f"{path}: {missing} of the {values.nchunks} chunks of {name}/data are missing, and would be read as zeros: the "
+                "store is not whole. Copy it again"
+            )
+
+
+def _label_column(path: Path, content: Any, key: str | None) -> tuple[Ints, list[str]] | None:
     """Codes into the names that occur; -1 where there is no value."""
     obs = content.get("obs", {})
     name = key or DEFAULT_LABEL
@@ -208,18 +245,35 @@ def _label_column(path: Path, content: h5py.File, key: str | None) -> tuple[Ints
     return np.asarray(column.codes, np.int64), [str(value) for value in column.categories]
 
 
-def _check_values(path: Path, rows: SparseRows, first: int) -> None:
-    values: NDArray[Any] = rows.values
+def _kept(rows: SparseRows, which: NDArray[Any]) -> SparseRows:
+    if which.all():
+        return rows
+    kept_before = starts_of(which)
+    return SparseRows(kept_before[rows.starts], rows.genes[which], rows.values[which])
+
+
+def _sparse(dense: NDArray[Any]) -> SparseRows:
+    rows, genes = np.nonzero(dense)
+    return SparseRows(starts_of(np.bincount(rows, minlength=len(dense))), genes, dense[rows, genes])
+
+
+def _as_fp32(path: Path, rows: SparseRows, first: int) -> SparseRows:
+    """Values as they are trained on. One that is no expression is an error."""
+    with np.errstate(over="ignore"):
+        values: NDArray[Any] = rows.values.astype(np.float32, copy=False)
     wrong = ~np.isfinite(values)
     what = "a value that is no number (NaN or infinite)"
-    if not wrong.any() and len(values) and values.min() < 0:
-        wrong, what = (
-            values < 0,
-            f"a negative value ({values.min():g}), so these are not counts or log-normalised counts",
-        )
+    if wrong.any():
+        found = rows.values[int(np.flatnonzero(wrong)[0])]
+        if np.isfinite(found):
+            what += f" in fp32: {found:g} is too large"
+    elif len(values) and values.min() < 0:
+        wrong = values < 0
+        what = f"a negative value ({values.min():g}), so these are not counts or log-normalised counts"
     if wrong.any():
         cell = first + int(np.searchsorted(rows.starts, int(np.flatnonzero(wrong)[0]), side="right")) - 1
         raise DataError(f"{path}: cell {cell} has {what}. Take such cells out, or choose another layer with data.layer")
+    return SparseRows(rows.starts, rows.genes, values)
 
 
 def _check_no_gene_twice(file: H5adFile, rows: SparseRows, first: int) -> None:
@@ -238,8 +292,7 @@ def _check_no_gene_twice(file: H5adFile, rows: SparseRows, first: int) -> None:
         cell = int(shorter[0])
         genes, times = np.unique(rows.genes[rows.starts[cell] : rows.starts[cell + 1]], return_counts=True)
         twice = file.genes[int(genes[times > 1][0])]
-        matrix = f"adata.layers[{file.matrix.removeprefix('layers/')!r}]" if file.matrix != "X" else "adata.X"
         raise DataError(
             f"{file.path}: cell {first + cell} has two values of the gene {twice!r} in {file.matrix}. Add such values "
-            f"up: {matrix}.sum_duplicates(); adata.write_h5ad(…)"
+            f"up: {_in_python(file.matrix)}.sum_duplicates(); adata.write_h5ad(…)"
         )

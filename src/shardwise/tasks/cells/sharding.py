@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+import shardwise
 from shardwise.config.seeds import Purpose
 from shardwise.data.manifest import FileEntry, entry_of, flush, write_manifest
 from shardwise.errors import DataError
+from shardwise.tasks.cells.check import check_cells
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
-from shardwise.tasks.cells.corpus import Corpus, h5ad_paths, open_corpus
+from shardwise.tasks.cells.corpus import Corpus, open_corpus
 from shardwise.tasks.cells.rows import Ints, SparseRows, stack
 from shardwise.tasks.cells.shards import KIND, arrow_batch, rows_in, write_shard
+from shardwise.tasks.cells.sources import FORMAT, compare, sources_of
+from shardwise.tasks.cells.vocabulary import NOT_SHIPPED
 
 PIECE = 8192
 """Rows read at a time."""
@@ -42,15 +46,26 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"--to {target} is there already and not empty: name a new folder")
     corpus = open_corpus(options, seed, quiet=False)
+    values = check_cells(corpus.training, options)
+    sources = sources_of(_read_by(options))
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
         about = _write(corpus, aside, cells_per_shard, seed) | {
-            "sources": [str(path) for path in h5ad_paths(options, seed)],
+            "format": FORMAT,
+            "shardwise": shardwise.__version__,
+            "sources": sources,
             "seed": seed,
+            "values": values,
             "made_with": {key: getattr(options, key) for key in FIXED_IN_A_COPY},
         }
+        changed = compare(sources)
+        if changed.changed or changed.touched or changed.gone:
+            raise DataError(
+                f"{', '.join([*changed.changed, *changed.touched, *changed.gone])}: changed while it was copied. Copy it when "
+                "nobody writes it"
+            )
         files: dict[str, FileEntry] = {}
         for file in sorted(aside.glob("*.arrow")):
             flush(file)
@@ -65,6 +80,15 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _read_by(options: CellsData) -> list[Path]:
+    """Every file that the copy follows from. Synthetic cells follow from the config alone."""
+    if options.source == "synthetic":
+        return []
+    vocabulary = options.gene_vocab
+    given = [Path(vocabulary)] if vocabulary is not None and vocabulary != NOT_SHIPPED else []
+    return [Path(path) for path in options.paths] + given
 
 
 def _write(corpus: Corpus, folder: Path, cells_per_shard: int, seed: int) -> dict[str, Any]:

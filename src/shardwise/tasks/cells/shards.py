@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from shardwise.data.manifest import problems_of, read_manifest
 from shardwise.errors import DataError
 from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows
+from shardwise.tasks.cells.sources import check_format
 
 KIND = "cells"
 """In the manifest: what the folder holds."""
@@ -34,6 +35,12 @@ class ShardedCopy:
     seed: int
     made_with: dict[str, Any]
     """The keys of the data block that it was made with and that are fixed now."""
+    values: str | None
+    """What its values look like, for a person."""
+    made_by: str
+    """The version of shardwise."""
+    sources: list[dict[str, Any]]
+    """See sources.py."""
 
 
 class ShardFiles(SeveralFiles["_Shard"]):
@@ -97,6 +104,10 @@ class _Shard:
 
 def open_shards(folder: Path) -> ShardedCopy:
     """A copy whose files are all there with the sizes that the manifest says."""
+    if folder.is_file():
+        raise DataError(
+            f"{folder} is a file, and source: shards reads a folder. An h5ad file is read with source: local"
+        )
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}. `shardwise data shard CONFIG --to {folder}` makes one from h5ad files"
@@ -110,13 +121,24 @@ def open_shards(folder: Path) -> ShardedCopy:
     about = manifest["about"]
     if about.get("kind") != KIND:
         raise DataError(f"{folder} does not hold cells but {about.get('kind')!r}")
+    check_format(folder, about)
     shards = about["shards"]
     origin = f"sharded copy {manifest['sha256'][:12]}"
     training, validation = (
         ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
         for part in ("train", "valid")
     )
-    return ShardedCopy(about["genes"], about["counts"], training, validation, about["seed"], about.get("made_with", {}))
+    return ShardedCopy(
+        about["genes"],
+        about["counts"],
+        training,
+        validation,
+        about["seed"],
+        about["made_with"],
+        about["values"],
+        about["shardwise"],
+        about["sources"],
+    )
 
 
 def write_shard(

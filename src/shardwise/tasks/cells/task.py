@@ -24,8 +24,9 @@ from shardwise.data import BatchedSamples, SampleContents
 from shardwise.kernels.attention import prefer_backend
 from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.tasks.base import Loss, Rows, Task
+from shardwise.tasks.cells.check import check_cells, check_held_out
 from shardwise.tasks.cells.config import CellsData, CellsModel, CellsTokenizer
-from shardwise.tasks.cells.corpus import Corpus, check_values, open_corpus
+from shardwise.tasks.cells.corpus import Corpus, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
@@ -57,11 +58,12 @@ class CellsTask(Task):
 
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
-        check_values(corpus)
+        values = check_cells(corpus.training, self._data)
+        check_held_out(corpus.validation_cells()[0], self._data)
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "
-            f"{'counts' if corpus.counts else 'normalised already'}; {tokenizer.max_genes} genes per cell at most"
+            f"{values or corpus.values or 'of unknown scale'}; {tokenizer.max_genes} genes per cell at most"
         )
         self.measure_attention(tokenizer.max_tokens)
 
@@ -192,7 +194,8 @@ class CellsTask(Task):
     def export(self, model: nn.Module, folder: Path) -> None:
         """Weights, the vocabulary, and what `shardwise.tasks.cells.export.load_encoder` needs to use them."""
         assert isinstance(model, CellEncoder)
-        save_encoder(model, self._tokenizer(self._corpus), list(self._corpus.genes), self._network, folder)
+        corpus = self._corpus
+        save_encoder(model, self._tokenizer(corpus), list(corpus.genes), self._network, folder, counts=corpus.counts)
 
     @property
     def _data(self) -> CellsData:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.errors import DataError
+from shardwise.tasks.cells.genes import name_columns
 from shardwise.tasks.cells.h5ad import H5adFile
 
 NOT_SHIPPED = "human_protein_coding"
@@ -17,35 +19,135 @@ log = logging.getLogger(__name__)
 
 def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quiet: bool = True) -> dict[str, int]:
     """From a file, or every gene of the data in order of appearance. Says what does not fit."""
-    say = log.debug if quiet else log.info
+    say, warn = (log.debug, log.debug) if quiet else (log.info, log.warning)
+    for file in files:
+        for note in file.notes:
+            warn(note)
     if gene_vocab is None or gene_vocab == NOT_SHIPPED:
-        genes = list(dict.fromkeys(gene for file in files for gene in file.genes))
+        _check_names(files, None, warn)
+        _check_shared(files, warn)
+        genes = list(dict.fromkeys(gene for file in files for gene in file.genes if gene))
         why = f"gene_vocab: {NOT_SHIPPED} does not come with shardwise, so " if gene_vocab else ""
         say(f"{why}the vocabulary is the {len(genes)} genes of the data; give a file as data.gene_vocab to fix it")
     else:
         genes = _read(Path(gene_vocab))
+        _check_names(files, gene_vocab, warn)
+    if len(genes) == 1:
+        warn(f"the vocabulary is one gene, {genes[0]}: there are no others to predict it from")
     vocabulary = {gene: number for number, gene in enumerate(genes)}
     for file in files:
-        known = sum(gene in vocabulary for gene in file.genes)
+        present = _named(file)
+        known = sum(gene in vocabulary for gene in present)
         if not known:
             raise DataError(
-                f"{file.path} has no gene in common with {gene_vocab}: it names genes like {_some(file.genes)}, the "
-                f"vocabulary like {_some(genes)}. Another column of var may have those names: set data.gene_key"
+                f"{file.path} has no gene in common with {gene_vocab}: it names genes like {_some(present)}, the "
+                f"vocabulary like {_some(genes)}. {_which_column(file, vocabulary)}"
             )
-        skipped_batches = [gene for gene in file.genes if gene not in vocabulary]
-        if skipped_batches or known < len(genes):
-            others = (
-                f"; {len(skipped_batches)} others are not in it and left out ({_some(skipped_batches)}, …)"
-                if skipped_batches
-                else ""
-            )
-            say(f"{file.path} has {known} of the {len(genes)} genes of the vocabulary{others}")
+        left_out = [gene for gene in present if gene not in vocabulary]
+        if left_out or known < len(genes):
+            others = f"; {len(left_out)} others are not in it and left out ({_some(left_out)}, …)" if left_out else ""
+            text = f"{file.path} has {known} of the {len(genes)} genes of the vocabulary{others}"
+            if left_out and 2 * known < min(len(present), len(genes)):
+                warn(
+                    f"{text}. Most genes do not fit: does {gene_vocab} name them otherwise ({_some(genes)})? "
+                    f"{_which_column(file, vocabulary)}"
+                )
+            else:
+                say(text)
     return vocabulary
+
+
+def _check_names(files: Sequence[H5adFile], gene_vocab: str | None, warn: Callable[[str], None]) -> None:
+    """Genes that nobody has named: they can be trained on in one file, but nothing tells which they are."""
+    for file in files:
+        if not file.numbered:
+            continue
+        present = _named(file)
+        what = (
+            f"{file.path}: its genes have no names but row numbers ({_some(present)}, …, {present[-1]}) in the index of "
+            f"{file.table}"
+        )
+        columns = name_columns(file.path, file.table, file.gene_column)
+        if columns:
+            listed = "; ".join(f"{name}: {_some(names)}" for name, names in list(columns.items())[:4])
+            raise DataError(
+                f"{what}. Set data.gene_key to the column with their names ({listed}), or to {file.gene_column} to train "
+                "on the numbers all the same"
+            )
+        if len(files) > 1 or gene_vocab:
+            against = gene_vocab or "the other files"
+            raise DataError(
+                f"{what}, which say nothing about which genes of {against} they are. Name them (adata.var_names = …; "
+                f"adata.write_h5ad(…)). If the numbers do mean the same genes everywhere, say so with data.gene_key: "
+                f"{file.gene_column}"
+            )
+        warn(f"{what}. They are trained on as they are, but a model of them can be used with no other file")
+
+
+def _check_shared(files: Sequence[H5adFile], warn: Callable[[str], None]) -> None:
+    """Files whose genes are all different are named otherwise (Ensembl ids, symbols), or of different species."""
+    if len(files) < 2:
+        return
+    having = Counter(gene for file in files for gene in file.genes if gene)
+    first = _connected(files)
+    apart = next((file for file in files if file.path not in first), None)
+    if apart is not None:
+        one = files[0]
+        known = {gene: 0 for file in files if file.path in first for gene in file.genes if gene}
+        raise DataError(
+            f"{apart.path} has no gene in common with {one.path}: one names genes like {_some(_named(apart))}, the other "
+            f"like {_some(_named(one))}. They would be trained on as different genes. {_which_column(apart, known)}. If they "
+            "are different genes indeed, name them all in a file: data.gene_vocab"
+        )
+    for file in files:
+        own = _named(file)
+        shared = sum(having[gene] > 1 for gene in own)
+        others = sum(1 for gene, number in having.items() if number > (gene in file.gene_set))
+        if 2 * shared < min(len(own), others):
+            alone = [gene for gene in own if having[gene] == 1]
+            warn(
+                f"{file.path} has {shared} of its {len(own)} genes in common with the other files; only there: "
+                f"{_some(alone)}, …. Genes that are named otherwise are trained on as different genes. "
+                f"{_which_column(file, having)}"
+            )
+
+
+def _connected(files: Sequence[H5adFile]) -> set[Path]:
+    """The files that share genes with the first, directly or by way of others."""
+    found, genes = {files[0].path}, set(_named(files[0]))
+    grew = True
+    while grew:
+        grew = False
+        for file in files:
+            if file.path not in found and not genes.isdisjoint(file.gene_set):
+                found.add(file.path)
+                genes |= file.gene_set
+                grew = True
+    return found
+
+
+def _which_column(file: H5adFile, wanted: Mapping[str, int]) -> str:
+    """The column of var with the names that are wanted."""
+    fitting = {
+        name: sum(gene in wanted for gene in names)
+        for name, names in name_columns(file.path, file.table, file.gene_column).items()
+    }
+    best = max(fitting, key=fitting.__getitem__, default=None)
+    if best is None or 2 * fitting[best] <= len(file.genes):
+        return "Another column of var may have those names: set data.gene_key"
+    return (
+        f"Its column {best!r} of var has {fitting[best]} of them: set data.gene_key: {best}, or, where not all files have "
+        f"that column, adata.var_names = adata.var[{best!r}] and write it again"
+    )
+
+
+def _named(file: H5adFile) -> list[str]:
+    return [gene for gene in file.genes if gene]
 
 
 def _read(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.gene_vocab: {path} cannot be read ({error}). It must be a text file with one gene per line, a JSON "
@@ -56,13 +158,18 @@ def _read(path: Path) -> list[str]:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"data.gene_vocab: {path} is not JSON: {error}") from None
-        genes = [str(gene) for gene in content] if isinstance(content, list | dict) else []
+        listed = [str(gene).strip() for gene in content] if isinstance(content, list | dict) else []
+        genes = [gene for gene in listed if gene]
     else:
         genes = [line.strip() for line in text.splitlines() if line.strip()]
     if not genes:
         raise DataError(f"data.gene_vocab: {path} names no genes")
     if len(set(genes)) < len(genes):
-        raise DataError(f"data.gene_vocab: {path} names {len(genes) - len(set(genes))} genes more than once")
+        twice = [gene for gene, times in Counter(genes).items() if times > 1]
+        raise DataError(
+            f"data.gene_vocab: {path} names {len(genes) - len(set(genes))} genes more than once, for example {_some(twice)}. "
+            "Name each once"
+        )
     return genes
 
 

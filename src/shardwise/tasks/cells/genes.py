@@ -1,0 +1,132 @@
+"""The names of a file's genes, from a column of its table `var`, and what is wrong with them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from anndata.io import read_elem
+
+from shardwise.errors import DataError
+from shardwise.tasks.cells.opening import reading
+
+_NO_NAMES = {"", "nan", "NaN", "NA", "N/A", "None", "<NA>", "null"}
+"""What stands where a table had nothing, after it was made text."""
+_BARCODE = re.compile(r"[ACGTN]{8,}([-_.:].*)?$")
+_MOST_GENES = 70_000
+"""No annotation has so many. Row numbers are smaller; of Entrez ids, which are whole numbers as well, some are larger."""
+
+
+@dataclass(frozen=True)
+class GeneNames:
+    names: list[str]
+    """By column of the matrix; empty: it has none, and is left out."""
+    column: str
+    """Where they are, in `var`."""
+    numbers: bool
+    """They are row numbers, as written where nobody has named the genes, and nobody has asked for them by data.gene_key."""
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of them."""
+
+
+def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNames:
+    var = content[table]
+    column = key or str(var.attrs.get("_index", "_index"))
+    if column not in var:
+        held = ", ".join(name for name in var if not name.startswith("__"))
+        raise DataError(f"{path}: {table} has no column {column!r}. It has: {held}. Set data.gene_key accordingly")
+    names = _texts(read_elem(var[column]))
+    where = f"{table}[{column!r}]" if key else f"the index of {table}"
+    notes = _check_missing(path, names, where, var, column)
+    present = [name for name in names if name]
+    if key is None and _are_barcodes(present):
+        raise DataError(
+            f"{path}: the names of its genes, in {where}, look like the barcodes of cells ({_some(present)}). Is the matrix "
+            "transposed? Write it with cells as rows: adata.T.write_h5ad(…). If they are genes, say so with "
+            f"data.gene_key: {column}"
+        )
+    times = Counter(present)
+    if len(times) < len(present):
+        twice = [name for name, number in times.items() if number > 1]
+        raise DataError(
+            f"{path}: {len(present) - len(times)} gene names occur more than once, for example {_some(twice, repr)}. Make "
+            "them unique (adata.var_names_make_unique()), or choose another column with data.gene_key"
+            f"{_columns_hint(var, column)}"
+        )
+    return GeneNames(names, column, key is None and _are_row_numbers(present), notes)
+
+
+def name_columns(path: Path, table: str, besides: str) -> dict[str, list[str]]:
+    """The other columns of a file's `var` that could name its genes: texts, nearly all different, no row numbers."""
+    with reading(path) as content:
+        return _name_columns(content[table], besides)
+
+
+def _name_columns(var: Any, besides: str) -> dict[str, list[str]]:
+    found = {}
+    for name in var:
+        if name == besides or name.startswith("__"):
+            continue
+        try:
+            values = read_elem(var[name])
+        except (KeyError, TypeError, ValueError, OSError):
+            continue
+        if getattr(values, "dtype", np.dtype("O")).kind in "biufcmM":
+            continue
+        texts = _texts(values)
+        different = {text for text in texts if text}
+        if len(different) > 0.5 * len(texts) and not _are_row_numbers(
+            sorted(different, key=lambda text: (len(text), text))
+        ):
+            found[name] = texts
+    return found
+
+
+def _texts(values: Any) -> list[str]:
+    """Without what only looks like a name."""
+    import pandas
+
+    array = np.asarray(values, dtype=object)
+    missing = pandas.isna(array)
+    texts = ("" if gone else _text(value).strip() for value, gone in zip(array, missing, strict=True))
+    return ["" if text in _NO_NAMES else text for text in texts]
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _check_missing(path: Path, names: list[str], where: str, var: Any, column: str) -> list[str]:
+    missing = [number for number, name in enumerate(names) if not name]
+    if not missing:
+        return []
+    places = ", ".join(map(str, missing[:3])) + (", …" if len(missing) > 3 else "")
+    what = f"{path}: {len(missing)} of {len(names)} genes have no name in {where} (NaN or empty: columns {places})"
+    if 2 * len(missing) >= len(names):
+        raise DataError(f"{what}. Choose another column with data.gene_key{_columns_hint(var, column)}")
+    return [f"{what}. They are left out. Another column can be chosen with data.gene_key{_columns_hint(var, column)}"]
+
+
+def _columns_hint(var: Any, column: str) -> str:
+    columns = _name_columns(var, column)
+    return f" ({'; '.join(f'{name}: {_some(names)}' for name, names in list(columns.items())[:4])})" if columns else ""
+
+
+def _are_row_numbers(names: list[str]) -> bool:
+    if not names or not all(name.isascii() and name.isdigit() for name in names):
+        return False
+    numbers = [int(name) for name in names]
+    return numbers[-1] < _MOST_GENES and all(a < b for a, b in itertools.pairwise(numbers))
+
+
+def _are_barcodes(names: list[str]) -> bool:
+    return len(names) > 1 and 2 * sum(bool(_BARCODE.match(name)) for name in names) > len(names)
+
+
+def _some(names: list[str], how: Any = str) -> str:
+    return ", ".join(how(name) for name in names[:3])
