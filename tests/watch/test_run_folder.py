@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.config import Config
+from shardwise.config.commands import user_command
+from shardwise.config.secrets import without_secrets
 from shardwise.watch.console import Console
-from shardwise.watch.run_folder import RunFolder, user_command
-from shardwise.watch.secrets import without_secrets
+from shardwise.watch.run_folder import RunFolder
 from tests.cli.program import shardwise
 
 

@@ -31,6 +31,7 @@ from shardwise.checkpoint.tensors import (
     write_index,
 )
 from shardwise.compat.distributed import name_without_wrapper
+from shardwise.config.commands import to_start_anew
 from shardwise.data.manifest import Condition, FileEntry, condition_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
@@ -210,7 +211,7 @@ def _load(state: dict[str, Any], path: Path, world: World) -> None:
     except (CheckpointException, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
-            "config? `--fresh` starts anew and keeps the old run beside"
+            f"config? {to_start_anew(path.parent)}"
         ) from error
 
 

@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _shard(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.commands import command, overriding, yaml_text
     from shardwise.config.load import load_task_class
     from shardwise.errors import ConfigError
 
@@ -46,10 +47,11 @@ def _shard(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     seconds = time.perf_counter() - began
     cells = len(copy.training) + len(copy.validation)
+    from_copy = ["data.source=shards", f"data.paths=[{yaml_text(str(folder))}]"]
     show(
         f"{folder}: {len(copy.training)} cells to train on in {len(copy.training.files)} shards, {len(copy.validation)} held "
         f"out, {size:.1f} MiB, in {seconds:.1f} s ({cells / seconds:.0f} cells/s)\n"
-        f"train from it with  --set data.source=shards --set 'data.paths=[{folder}]'"
+        f"train from it:  {command('train', args.config, *overriding(*args.set, *from_copy))}"
     )
     return 0
 

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.commands import command, overriding
     from shardwise.config.load import config_values
     from shardwise.drill.faults import Kind, schedule
     from shardwise.errors import ConfigError
@@ -82,17 +83,16 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         import torch
 
-        command = " ".join(
-            [
-                "shardwise drill",
-                args.config,
-                f"--count {args.count} --seed {seed} --ranks {args.ranks} --steps {args.steps}",
-            ]
-            + ([f"--faults {args.faults}"] if args.faults else [])
-            + [f"--set {change}" for change in args.set]
+        numbers = {"--count": args.count, "--seed": seed, "--ranks": args.ranks, "--steps": args.steps}
+        options = {**numbers, **({"--faults": args.faults} if args.faults else {})}
+        again = command(
+            "drill",
+            args.config,
+            *(str(word) for option in options.items() for word in option),
+            *overriding(*args.set),
         )
         Path(args.report).write_text(
-            f"# A drill\n\n`{command}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"# A drill\n\n`{again}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{time.strftime('%Y-%m-%d')}.\n\n```\n{as_words(result)}\n```\n\n{as_table(result)}\n\n"
             "Went on after: from the fault until the next step was made. Noticed: until it was decided to start again (of a "
             f"hang, beyond the {HANG_SECONDS:.0f} seconds that it is waited for; of a link, from the moment that it is back). "

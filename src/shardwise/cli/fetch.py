@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.commands import command, overriding, yaml_text
     from shardwise.config.hub import hub_names
 
     config = load_config(args.config, args.set)
@@ -44,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         _download(hub, place)
         size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
         show(f"  {place}: {size / 2**20:.1f} MiB")
-    option = "" if folder == config.fetch_dir else f" --set fetch_dir={folder}"
-    show(f"train without internet:  shardwise train {args.config} --set offline=true{option}")
+    changes = ["offline=true", *([] if folder == config.fetch_dir else [f"fetch_dir={yaml_text(folder)}"])]
+    show(f"train without internet:  {command('train', args.config, *overriding(*args.set, *changes))}")
     return 0
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from shardwise.checkpoint import CheckpointStore, Written
 from shardwise.compat.tensors import tree_map_only
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
+from shardwise.config.commands import to_start_anew
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.seeding import seed_everything
@@ -273,6 +274,8 @@ class Session:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         for rehearsal in self._rehearsals:
             rehearsal.before_first_batch(self)
+        if self.resumed_from is not None and self.steps_done >= self.total_steps:
+            self._say_that_it_is_finished(self.resumed_from.step)
         with gc_frozen():
             while self.steps_done < self.total_steps:
                 self._went_back = False
@@ -287,6 +290,17 @@ class Session:
                     beat(Phase.DATA, self.steps_done + 1)
                 else:
                     return
+
+    def _say_that_it_is_finished(self, resumed_at: int) -> None:
+        """A loop that is begun again after its last step, which would end without a word."""
+        if self.steps_done > resumed_at or not self.world.is_first:
+            return
+        training = self.config.training
+        steps = "" if training.max_steps is None else f" and training.max_steps (now {training.max_steps})"
+        log.warning(
+            f"nothing is left to do: all {self.steps_done} steps of this run are made. A larger training.max_epochs "
+            f"(now {training.max_epochs}){steps} makes it go on. {to_start_anew(self.checkpoints.store.folder)}"
+        )
 
     def first_inputs(self) -> Any:
         """Of this rank's next micro-batch: for a look at what the model does. Read as the loop reads, so that files are opened
