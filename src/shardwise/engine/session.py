@@ -36,7 +36,7 @@ from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.build import build_parts
 from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse_another_run, rehearse
-from shardwise.engine.evaluate import run_evaluation
+from shardwise.engine.evaluate import check_monitor, run_evaluation, unknown_monitor
 from shardwise.engine.garbage import gc_frozen
 from shardwise.engine.graphs import Graphs
 from shardwise.engine.loss_guard import nonfinite_before
@@ -52,7 +52,7 @@ from shardwise.engine.state import RunState, position_of
 from shardwise.engine.step import run_step
 from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
 from shardwise.tasks import Loss, Task
 from shardwise.watch.heartbeats import Phase, beat
@@ -93,7 +93,7 @@ class Session:
         self.checkpoints = Checkpoints(store, self.world, config.training)
         self.checkpoints.on_written = self._written
         self._pending = PendingStep()
-        self._went_back = False
+        self._went_back = self._said_of_monitor = False
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
         self.startup.lap("rendezvous")
@@ -220,6 +220,7 @@ class Session:
         self.valid_data: Any
         self.train_data, self.valid_data = given or (self.task.train_data(), self.task.valid_data())
         check_data(self.train_data, self.valid_data, self.world)
+        check_monitor(self.task, self.config.training)
         self.startup.lap("data")
 
     def _build(self) -> nn.Module:
@@ -398,9 +399,20 @@ class Session:
             metrics = run_evaluation(
                 self.parts, self._valid_batches(self.valid_data), pictures, self.steps_done, stop=self._stopping
             )
+        if metrics is not None:
+            self._look_for_monitor(metrics)
         for observer in self.observers if metrics is not None else ():
             observer.evaluated(self, metrics or {})
         return metrics
+
+    def _look_for_monitor(self, metrics: dict[str, float]) -> None:
+        """Before the first step a wrong name ends the run. After it, what was trained by then must not be lost for a name."""
+        unknown = unknown_monitor(self.config.training.monitor, metrics)
+        if unknown is not None and not self.steps_done:
+            raise ConfigError(unknown)
+        if unknown is not None and not self._said_of_monitor and self.world.is_first:
+            log.warning(f"{unknown}. Training goes on; while there is none, no checkpoint counts as the best")
+        self._said_of_monitor |= unknown is not None
 
     def _valid_batches(self, data: Any) -> StepLoader:
         if self._valid_loader is None:
