@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.arguments import add_config_arguments
 from shardwise.cli.output import show
+from shardwise.config.commands import command, overriding
 
 if TYPE_CHECKING:
     from shardwise.drill.faults import Kind
@@ -40,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
-    from shardwise.config.commands import command, overriding
     from shardwise.config.load import config_values
     from shardwise.drill.faults import Kind, schedule
     from shardwise.errors import ConfigError
@@ -83,14 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         import torch
 
-        numbers = {"--count": args.count, "--seed": seed, "--ranks": args.ranks, "--steps": args.steps}
-        options = {**numbers, **({"--faults": args.faults} if args.faults else {})}
-        again = command(
-            "drill",
-            args.config,
-            *(str(word) for option in options.items() for word in option),
-            *overriding(*args.set),
-        )
+        again = _same_again(args, seed)
         Path(args.report).write_text(
             f"# A drill\n\n`{again}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{time.strftime('%Y-%m-%d')}.\n\n```\n{as_words(result)}\n```\n\n{as_table(result)}\n\n"
@@ -100,6 +93,15 @@ def run(args: argparse.Namespace) -> int:
             "checked and read.\n"
         )
     return 1 if result.problems else 0
+
+
+def _same_again(args: argparse.Namespace, seed: int) -> str:
+    """The command that makes the same faults in the same runs."""
+    options = {"--count": args.count, "--seed": seed, "--ranks": args.ranks, "--steps": args.steps}
+    if args.faults:
+        options["--faults"] = args.faults
+    words = [str(word) for option in options.items() for word in option]
+    return command("drill", args.config, *words, *overriding(*args.set))
 
 
 def _kinds(faults: str | None, ranks: int, device: str) -> tuple[list[Kind], list[str]]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import yaml
+
 from shardwise.config.secrets import without_secrets
 
 NAME = "shardwise"
@@ -52,7 +54,8 @@ def overriding(*changes: str) -> list[str]:
 
 def yaml_text(text: str) -> str:
     """As a value of YAML: quoted where it would be read as something else, or would end before its end."""
-    return text if re.fullmatch(r"[A-Za-z_./][\w./-]*", text, re.ASCII) else json.dumps(text, ensure_ascii=False)
+    plain = re.fullmatch(r"[\w./-]+", text) is not None and yaml.safe_load(text) == text  # not: no, 12, null
+    return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 def twice_as_long(training: HasLength) -> list[str]:
