@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -63,7 +64,9 @@ def _runs(item: pytest.Item) -> bool:
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     variables = environment(SHARDWISE_CACHE=str(folder), TMPDIR=str(folder))
     words = [*command(script), "--tiny"]
-    return subprocess.run(words, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        words, cwd=REPOSITORY, env=variables, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 @pytest.mark.timeout(600)
@@ -81,11 +84,10 @@ def test_the_script_runs_and_publishes_figures(
 
 
 def rows(said: str) -> list[str]:
-    """Of tables in markdown, those that have figures: each is as long as the table's head."""
-    lines = [line for line in said.splitlines() if line.startswith("|")]
-    heads = {place for place, line in enumerate(lines) if place + 1 < len(lines) and re.match(r"\|(-+\|)+$", lines[place + 1])}
-    body = [line for place, line in enumerate(lines) if not heads & {place, place - 1 + 1} and not re.match(r"\|(-+\|)+$", line)]
-    return [line for line in body if re.search(r"\d", line)]
+    """Rows of tables in markdown that have figures. A head, which has a line of dashes below it, is none."""
+    lines = said.splitlines()
+    heads = {line for line, below in itertools.pairwise(lines) if re.fullmatch(r"\|(-+\|)+", below)}
+    return [line for line in lines if line.startswith("|") and line not in heads and re.search(r"\d", line)]
 
 
 def sentences(said: str) -> list[str]:

@@ -68,7 +68,7 @@ class Inherited(ChessTask):
 
 @pytest.mark.parametrize(
     ("task", "monitor", "nearest"),
-    [("chess", "next_move_acuracy", "next_move_accuracy"), ("images", "acc", "accuracy"), ("cells", "knn", None),
+    [("chess", "next_move_acuracy", "next_move_accuracy"), ("images", "acuracy", "accuracy"), ("cells", "knn", None),
      ("segmentation", "dize", "dice"), ("tests.distributed.test_monitor:Plain", "los", "loss")],
 )  # fmt: skip
 def test_a_monitor_that_the_task_cannot_have_is_refused_before_the_run(
