@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Written
+from shardwise.compat.quiet import quiet_pytorch
 from shardwise.compat.tensors import tree_map_only
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
 from shardwise.config.commands import to_start_anew
@@ -66,6 +67,7 @@ class Session:
     ) -> None:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it. `observers`: see
         engine/observers.py."""
+        quiet_pytorch()
         self.startup = StartupTimer()
         self.observers = all_observers(observers)
         config = config if isinstance(config, Config) else load_config(config)
