@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,7 @@ def main() -> None:
     if args.tiny:
         shrink()
     if args.one:
-        times = [measured(name) for name in args.one]
+        times = [measured(name, port) for name, port in zip(args.one, os.environ["PORTS"].split(","), strict=True)]
         if os.environ["RANK"] == "0":
             print(json.dumps(times))
         return
@@ -301,12 +302,13 @@ def main() -> None:
         args.write.write_text(text)
 
 
-def measured(name: str) -> Times:
+def measured(name: str, port: str) -> Times:
     """In a rank's process."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ["MASTER_PORT"] = port
     times = (CONTENDERS | IN_TURN)[name]()
     if dist.is_initialized():  # another may follow
         dist.destroy_process_group()
@@ -316,12 +318,9 @@ def measured(name: str) -> Times:
 def launch(names: list[str], *, tiny: bool = False) -> list[Times]:
     """These, one after the other, in two processes of their own."""
     command = [sys.executable, "-W", "ignore", __file__, *(["--tiny"] if tiny else []), "--one", *names]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "PORTS": ",".join(free_ports(len(names))),
         "WORLD_SIZE": "2",
         "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1",
@@ -335,6 +334,15 @@ def launch(names: list[str], *, tiny: bool = False) -> list[Times]:
     if any(rank.returncode for rank in ranks):
         sys.exit(f"{', '.join(names)}: {outputs[0][1][-2000:]}")
     return [list(times) for times in json.loads(outputs[0][0].splitlines()[-1])]
+
+
+def free_ports(number: int) -> list[str]:
+    """One for each group: that of a group that has ended may be held for a while."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
 
 
 def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], number: int) -> str:

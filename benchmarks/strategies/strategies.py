@@ -15,9 +15,12 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -92,26 +95,43 @@ def measure(ways: list[list[str]], ranks: int, size: Size) -> list[list[dict[str
     """These, one after the other, in new processes: what every rank has found, by way."""
     context = mp.get_context("spawn")
     queue = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    processes = [context.Process(target=work, args=(rank, ranks, port, ways, size, queue)) for rank in range(ranks)]
+    ports = free_ports(len(ways))
+    processes = [context.Process(target=work, args=(rank, ranks, ports, ways, size, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=300) for _ in processes]
+    results: list[list[dict[str, Any]]] = []
+    while len(results) < ranks:
+        try:
+            results.append(queue.get(timeout=1))
+        except Empty:
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.kill()
+                sys.exit("a rank failed")
     for process in processes:
         process.join()
     return [list(found) for found in zip(*results, strict=True)]
 
 
-def work(rank: int, world: int, port: str, ways: list[list[str]], size: Size, queue: Any) -> None:
+def free_ports(number: int) -> list[str]:
+    """One for each group: that of a group that has ended may be held for a while."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
+def work(rank: int, world: int, ports: list[str], ways: list[list[str]], size: Size, queue: Any) -> None:
     import torch
 
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
-    queue.put([measured(overrides, world, size) for overrides in ways])
+    found = []
+    for port, overrides in zip(ports, ways, strict=True):
+        os.environ["MASTER_PORT"] = port
+        found.append(measured(overrides, world, size))
+    queue.put(found)
 
 
 def measured(overrides: list[str], world: int, size: Size) -> dict[str, Any]:
