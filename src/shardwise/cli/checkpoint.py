@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import path_text
 from shardwise.cli.output import show
 from shardwise.config.commands import command
 from shardwise.watch.console import PLAIN
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repair": "set damaged ones aside and clear away what was never finished, so that the newest whole one counts",
     }.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        action.add_argument("run", help="the folder of a run, or of checkpoints")
+        action.add_argument("run", type=path_text, help="the folder of a run, or of checkpoints")
 
 
 def run(args: argparse.Namespace) -> int:

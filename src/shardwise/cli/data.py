@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 
 
@@ -14,12 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     shard = actions.add_parser("shard", help="write a shuffled, sharded copy of a config's cells, for full speed")
     add_config_arguments(shard, "the YAML file, of task cells")
-    shard.add_argument("--to", required=True, metavar="FOLDER", help="a new folder for the copy")
+    shard.add_argument("--to", required=True, type=path_text, metavar="FOLDER", help="a new folder for the copy")
     shard.add_argument(
         "--cells-per-shard", type=int, default=65_536, metavar="N", help="cells in a file, and in memory (65536)"
     )
     verify = actions.add_parser("verify", help="compare every file of a sharded copy with its checksum")
-    verify.add_argument("folder", help="the sharded copy")
+    verify.add_argument("folder", type=path_text, help="the sharded copy")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 from shardwise.config.commands import command, overriding
 
@@ -34,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="when and where they come; default: by chance, and said")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the runs (2)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a run, at most (40)")
-    parser.add_argument("--folder", metavar="FOLDER", help="where the runs are made; default: runs/NAME-drill")
+    parser.add_argument(
+        "--folder", type=path_text, metavar="FOLDER", help="where the runs are made; default: runs/NAME-drill"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for machines")
-    parser.add_argument("--report", metavar="FILE", help="write the result as Markdown")
+    parser.add_argument("--report", type=path_text, metavar="FILE", help="write the result as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import path_text
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -23,12 +24,18 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="the run folder")
-    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder for the weights")
+    parser.add_argument("run", type=path_text, help="the run folder")
+    parser.add_argument("--to", required=True, type=path_text, metavar="FOLDER", help="a new folder for the weights")
     parser.add_argument(
-        "--checkpoint", default="best", metavar="WHICH", help="best (default), last, or the path of a checkpoint"
+        "--checkpoint",
+        default="best",
+        type=path_text,
+        metavar="WHICH",
+        help="best (default), last, or the path of a checkpoint",
     )
-    parser.add_argument("--config", metavar="FILE", help="the YAML file of the run, needed for a task of your own")
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="the YAML file of the run, needed for a task of your own"
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ ANSWER_WITHIN_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--to", metavar="FOLDER", help="where to put it; default: the config's fetch_dir")
+    parser.add_argument(
+        "--to", type=path_text, metavar="FOLDER", help="where to put it; default: the config's fetch_dir"
+    )
     parser.add_argument("--again", action="store_true", help="download again what is there already")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--resume",
+        type=path_text,
         metavar="WHICH",
         help="auto: from the newest whole checkpoint, if there is one; latest: there must be one; or a path",
     )

@@ -25,7 +25,7 @@ OWN = "own"
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `a.b=c` overrides, and check every key."""
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         near = sorted(str(other) for other in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
         hint = f" In that folder: {', '.join(near[:5])}." if near else ""
