@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ FOLDER = REPOSITORY / "benchmarks"
 AS_MODULES = FOLDER / "gpu"
 """Scripts below it import each other, and are started by `python -m`."""
 TOO_LONG = 300
-"""Seconds: each takes ten, on a machine that has nothing else to do."""
+"""Seconds for each: it takes about ten on a machine that has nothing else to do."""
 BECOME = {"benchmarks/gpu/foundation.py": "benchmarks/gpu/contenders"}
 """Scripts that dated pages name, and what took their place, which those pages say."""
 
@@ -56,14 +55,14 @@ Outcomes = dict[Path, Future[subprocess.CompletedProcess[str]]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """Of the scripts that are asked for, side by side: most of their time goes into imports."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """Of the scripts that are asked for. They ran side by side: most of their time goes into imports."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2)) as pool:
         clean_environment(patch)
         patch.setenv("OMP_NUM_THREADS", "1")
         items = [item for item in request.session.items if "outcomes" in getattr(item, "fixturenames", ())]
         asked: list[Path] = [item.callspec.params["script"] for item in items]  # type: ignore[attr-defined]
-        yield {script: pool.submit(run, script, tmp_path_factory.mktemp(script.stem)) for script in asked}
+        return {script: pool.submit(run, script, tmp_path_factory.mktemp(script.stem)) for script in asked}
 
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -88,7 +87,7 @@ def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(words, program.returncode, out, err)
 
 
-@pytest.mark.timeout(2 * TOO_LONG)
+@pytest.mark.timeout(5 * TOO_LONG)
 @pytest.mark.parametrize("script", scripts(), ids=named)
 def test_the_script_runs_and_publishes_figures(script: Path, outcomes: Outcomes) -> None:
     done = outcomes[script].result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import drill
+from shardwise.cli import VERBS, drill
 from shardwise.config.commands import RESUME, command, user_command, yaml_text
 from shardwise.config.load import load_config
 from tests.cli.program import BIN, run_program, shardwise
@@ -168,6 +169,35 @@ def test_a_drill_report_names_the_command_that_makes_the_same_drill(monkeypatch:
     again = parser.parse_args(told[told.index("drill") + 1 :])
     asked = {**vars(parser.parse_args(words)), "seed": 7, "report": None}
     assert vars(again) == asked
+
+
+def test_what_is_said_of_waiting_measures_it(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(OWN.replace("strategy: single, ", ""))
+    changes = ["--set", "training.num_gpus=2", "--set", "training.fsdp.min_num_params=0"]
+    config = load_config(tmp_path / "own.yaml", changes[1::2])
+    assert config.source is not None
+    words = ["bench", "data", *config.source.words]
+    assert words[3:] == changes
+    measured = shardwise(tmp_path, *words, "--steps", "1", "--workers", "0")
+    assert measured.returncode == 0, measured.stderr
+
+
+def test_no_message_has_a_command_written_by_hand() -> None:
+    """It would lack the quotes, the folder or the overrides. Help texts and comments show how a verb is called in general."""
+    by_hand = re.compile(rf"shardwise ({'|'.join(VERBS)})\b[^`]*( --|CONFIG|FOLDER)")
+    for file in (REPOSITORY / "src").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        general = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        general |= {
+            id(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg in IN_GENERAL
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.JoinedStr, ast.Constant)) and id(node) not in general:
+                text = ast.unparse(node)
+                assert not by_hand.search(text), f"{file.name}, line {node.lineno}: {text}"
+
+
+IN_GENERAL = {"help", "description", "epilog"}
 
 
 # ---------------------------------------------------------------- how the program was called

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.config.commands import command
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
 from shardwise.tasks.cells.h5ad import H5adFile, H5adFiles, inspect, pieces_to_check
@@ -103,7 +104,8 @@ def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
         wanted = ", ".join(f"{key}: {json.dumps(asked[key])}" for key in other)
         raise ConfigError(
             f"data: the sharded copy {options.paths[0]} was made with {made}, and has that fixed, but the config says {wanted}. "
-            f"Leave {', '.join(other)} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to FOLDER"
+            f"Leave {', '.join(other)} out, or make another copy from the h5ad files:  "
+            + command("data", "shard", "CONFIG", "--to", "FOLDER")
         )
 
 
