@@ -124,12 +124,15 @@ def test_every_script_that_a_published_page_names_is_there() -> None:
 
 def test_a_tool_that_is_not_installed_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu.contenders import turns
-    from benchmarks.gpu.contenders.meter import Plan
+    from benchmarks.gpu.contenders.meter import Meter, Plan
     from benchmarks.gpu.contenders.problem import Contender
     from benchmarks.gpu.contenders.table import line
 
-    monkeypatch.setattr(turns.importlib.util, "find_spec", lambda name: None)
-    row = turns.take_turn(Contender("Lightning, use_checkpoint", pytest.fail, 2, Plan(1, 1, 1)))
+    def run(meter: Meter) -> None:
+        pytest.fail("it is not installed")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    row = turns.take_turn(Contender("Lightning, use_checkpoint", run, 2, Plan(1, 1, 1)))
     assert line(row) == "| Lightning, use_checkpoint | 2 | not installed: lightning | | | | | | |"
-    row = turns.take_turn(Contender("Transformers Trainer", pytest.fail, 2, Plan(1, 1, 1)))
+    row = turns.take_turn(Contender("Transformers Trainer", run, 2, Plan(1, 1, 1)))
     assert row.failed == "not installed: transformers, accelerate"

@@ -62,6 +62,7 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.engine.batch_plan import check_plan
     from shardwise.engine.evaluate import check_monitor
     from shardwise.launch.local import local_rank_count
+    from shardwise.tasks import Task
     from shardwise.watch.run_folder import dump_config
 
     config = load_config(args.config, args.set)
@@ -71,7 +72,8 @@ def _show(args: argparse.Namespace) -> int:
     task = None if config.task == OWN else make_task(config)
     if task is not None:
         task.prepare_data()
-        check_monitor(task, training)
+        if isinstance(task, Task):  # otherwise the run says what it lacks
+            check_monitor(task, training)
     if training.batch_size == "auto":
         show(dump_config(config), end="")
         show(

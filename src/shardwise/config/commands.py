@@ -39,8 +39,10 @@ class ConfigSource:
 class HasLength(Protocol):
     """The part of a config that says how long a run is."""
 
-    max_epochs: int
-    max_steps: int | None
+    @property
+    def max_epochs(self) -> int: ...
+    @property
+    def max_steps(self) -> int | None: ...
 
 
 def command(*words: str | Path) -> str:

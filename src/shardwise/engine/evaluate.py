@@ -59,8 +59,6 @@ def run_evaluation(
 
 def check_monitor(task: Task, training: Training) -> None:
     """Before the run, as far as the task says what its evaluation gives. Where it does not, the first evaluation shows it."""
-    if not isinstance(task, Task):  # which is told where it is prepared
-        return
     known = _defines(task, "metric_names")
     if any(_defines(task, name) < known for name in ("evaluate", "study", "derived_metrics")):
         return
