@@ -85,6 +85,7 @@ def _helper(process: psutil.Process) -> bool:
 
 LONG = (
     "test_docs.py",
+    "test_benchmarks.py",
     "distributed/test_strategies.py",
     "launch/test_restarts.py",
     "verify/test_planted.py",
@@ -92,6 +93,7 @@ LONG = (
     "verify/test_clean.py",
     "drill/test_drill.py",
     "cli/test_train.py",
+    "cli/test_next_commands.py",
     "distributed/test_parity.py",
     "distributed/test_parallel_tasks.py",
 )

@@ -106,6 +106,18 @@ class ToyBlock(nn.Module):
         return hidden + self.dropout(self.inner(hidden.cumsum(1) / 8))
 
 
+class Unevaluated(Ragged):
+    """Its evaluation fails on the last rank as long as there is a file `broken` in the folder, and kills it if that says so."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Loss]:
+        if Path("broken").exists() and os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+            print("about to fail", flush=True)
+            if Path("broken").read_text() == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("the evaluation is wrong")
+        return {"loss": self.loss(model, batch)}
+
+
 class Deadly(Ragged):
     """Kills its own process with SIGKILL in the forward pass of a step, where the environment says so."""
 

@@ -1,6 +1,7 @@
 """How long a run stands still after a rank was killed, and what a sign of life costs.
 
 python benchmarks/reliability/recovery.py --kills 9
+python benchmarks/reliability/recovery.py --tiny         one kill, to try the script
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="one kill, to try the script")
     given = parser.parse_args()
-    print(f"a beat: {1e6 * cost_of_a_beat():.1f} µs")
+    if given.tiny:
+        given.kills = 1
+    print(f"a beat: {1e6 * cost_of_a_beat(1000 if given.tiny else 200_000):.1f} µs")
     seconds = recoveries(given.kills, given.ranks, given.workers)
     print(
         f"from SIGKILL to the next step, {given.ranks} ranks, {given.workers} workers each, {given.kills} kills: ",
@@ -43,7 +47,7 @@ def main() -> None:
     print(f"median {statistics.median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f} s")
 
 
-def cost_of_a_beat(number: int = 200_000) -> float:
+def cost_of_a_beat(number: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         begin_heartbeats(Path(folder), 0, 1)
         began = time.perf_counter()

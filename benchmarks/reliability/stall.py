@@ -2,6 +2,7 @@
 
 python benchmarks/reliability/stall.py [--parameters 25] [--ranks 2] [--write benchmarks/reliability/DATE-stall.md]   CPU
 python benchmarks/reliability/stall.py --parameters 1260 --ranks 1                                                     GPU
+python benchmarks/reliability/stall.py --tiny          a few saves of a small model, to try the script
 
 A model of linear layers with AdamW (12 bytes per parameter), steps in between. Training stands still while `session.save()`
 runs; on a GPU, where the copies run beside the next step, it is what save and step together took longer than a step does. On a
@@ -27,7 +28,7 @@ from pathlib import Path
 STEPS_BETWEEN, SAVES = 4, 8
 
 
-def rank(millions: float, strategy: str, folder: str) -> None:
+def rank(millions: float, saves: int, strategy: str, folder: str) -> None:
     import torch
     from torch import nn
 
@@ -36,6 +37,8 @@ def rank(millions: float, strategy: str, folder: str) -> None:
 
     on_gpu = torch.cuda.is_available()
     width, batch, precision = (4096, 32768, "bf16-mixed") if on_gpu else (1024, 4, "32-true")
+    if millions * 1e6 < width**2:
+        width = round((millions * 1e6) ** 0.5)
     layers = max(1, round(millions * 1e6 / width**2))
     options = (
         f"strategy: {strategy}, batch_size: 4, precision: {precision}, scheduler: {{name: constant}}, save_top_k: 0, "
@@ -66,7 +69,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
-        for kind in ["async"] * (SAVES + 1) + ["sync"] * SAVES:
+        for kind in ["async"] * (saves + 1) + ["sync"] * saves:
             if kind == "sync":
                 session.config = session.config.model_copy(update={"training": not_async})
             # The first step after a pause is not counted: the next batch is not there yet.
@@ -84,7 +87,7 @@ def rank(millions: float, strategy: str, folder: str) -> None:
             first, *rest = stalls["async"]
             size = sum(file.stat().st_size for file in next(session.checkpoints.store.folder.glob("step-*")).iterdir())
             print(
-                f"| {device}, {session.world.size} × {strategy} | {layers * width**2 / 1e6:.0f} M, {size / 1e6:.0f} MB | "
+                f"| {device}, {session.world.size} × {strategy} | {layers * width**2 / 1e6:.3g} M, {size / 1e6:.3g} MB | "
                 f"{statistics.median(stalls['sync']):.3f} s | {first:.3f} s | {statistics.median(rest):.3f} s "
                 f"({min(rest):.3f}–{max(rest):.3f}) | {statistics.median(rest) / statistics.median(stalls['sync']):.1%} | "
                 f"{statistics.median(behind):.2f} s | {statistics.median(slower['async'][1:]):.3f} s |",
@@ -98,10 +101,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--saves", type=int, default=SAVES, help="of each kind")
+    parser.add_argument("--tiny", action="store_true", help="a few saves of a small model, to try the script")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.tiny:
+        args.parameters, args.saves = 0.01, 2
     if args.rank:
-        rank(args.parameters, *args.rank)
+        rank(args.parameters, args.saves, *args.rank)
         return
     rows = []
     for strategy in args.strategies:
@@ -116,6 +123,8 @@ def main() -> None:
             __file__,
             "--parameters",
             str(args.parameters),
+            "--saves",
+            str(args.saves),
             "--rank",
             strategy,
             folder,
@@ -140,7 +149,7 @@ def main() -> None:
             "# How long training stands still for a checkpoint",
             "",
             f"torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Made by "
-            f"`benchmarks/reliability/stall.py`: AdamW, {SAVES} saves of each kind, medians; rank 0's clock.",
+            f"`benchmarks/reliability/stall.py`: AdamW, {args.saves} saves of each kind, medians; rank 0's clock.",
             "",
             "| where | checkpoint | synchronous | first asynchronous | next ones | of that | in place after | next step slower |",
             "|---|---|---|---|---|---|---|---|",

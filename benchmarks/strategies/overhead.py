@@ -1,6 +1,7 @@
 """What the engine costs over the same loop written by hand, and beside Accelerate and Lightning: two CPU ranks, gloo.
 
 python benchmarks/strategies/overhead.py [--rounds 5] [--write benchmarks/strategies/DATE-overhead.md]
+python benchmarks/strategies/overhead.py --tiny          a few steps of a tiny model, to try the script
 
 The same Llama, the same random tokens, AdamW, clipping, one micro-batch of 8 × 128 tokens per rank and step. First every
 contender in turn with ours, step by step in the same two processes, which is what a shared machine can compare; then each in
@@ -11,20 +12,32 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 VOCABULARY, LENGTH, BATCH, STEPS, SKIPPED = 2000, 128, 8, 24, 4
 Times = list[float]
+WIDTH, LAYERS = 128, 4
+TOOLS = ("accelerate", "lightning")
+"""Packages of other tools. A contender whose tool is not installed has a row that says so."""
+
+
+def shrink() -> None:
+    """Everything that makes the script take long, to try it."""
+    global VOCABULARY, LENGTH, BATCH, STEPS, SKIPPED, WIDTH, LAYERS
+    VOCABULARY, LENGTH, BATCH, STEPS, SKIPPED, WIDTH, LAYERS = 50, 16, 2, 4, 1, 16, 1
 
 
 def build() -> Any:
@@ -34,7 +47,8 @@ def build() -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=LAYERS,
+            num_attention_heads=4,
             use_cache=False, tie_word_embeddings=False,
         )
     )  # fmt: skip
@@ -250,26 +264,37 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--one", choices=[*CONTENDERS, *IN_TURN])
+    parser.add_argument("--tiny", action="store_true", help="a few steps of a tiny model, to try the script")
+    parser.add_argument("--one", choices=[*CONTENDERS, *IN_TURN], nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.tiny:
+        shrink()
     if args.one:
-        import torch
-
-        torch.set_num_threads(1)
-        times = (CONTENDERS | IN_TURN)[args.one]()
+        times = [measured(name, port) for name, port in zip(args.one, os.environ["PORTS"].split(","), strict=True)]
         if os.environ["RANK"] == "0":
             print(json.dumps(times))
         return
-    rounds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    overheads: dict[str, list[float]] = {name: [] for name in IN_TURN}
-    for _ in range(2 * args.rounds):
-        for name in IN_TURN:
-            overheads[name] += launch(name)
+    absent = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
+    contenders, in_turn = (
+        [name for name in every if not any(tool in name.lower() for tool in absent)] for every in (CONTENDERS, IN_TURN)
+    )
+    rounds: dict[str, list[float]] = {name: [] for name in contenders}
+    overheads: dict[str, list[float]] = {name: [] for name in in_turn}
+    if args.tiny:
+        args.rounds = 1
+        for name, times in zip([*in_turn, *contenders], launch([*in_turn, *contenders], tiny=True), strict=True):
+            if name in overheads:
+                overheads[name] += times
+            else:
+                rounds[name].append(statistics.median(times))
+    for _ in range(0 if args.tiny else 2 * args.rounds):
+        for name in in_turn:
+            overheads[name] += launch([name])[0]
     for name, shares in overheads.items():
         print(f"{name:<30} {statistics.median(shares):+.1%}", flush=True)
-    for _ in range(args.rounds):
-        for name in CONTENDERS:
-            rounds[name].append(statistics.median(launch(name)))
+    for _ in range(0 if args.tiny else args.rounds):
+        for name in contenders:
+            rounds[name].append(statistics.median(launch([name])[0]))
             print(f"{name:<22} {rounds[name][-1] * 1e3:.1f} ms", flush=True)
     text = report(rounds, overheads, args.rounds)
     print(text)
@@ -277,11 +302,25 @@ def main() -> None:
         args.write.write_text(text)
 
 
-def launch(name: str) -> Times:
-    command = [sys.executable, "-W", "ignore", __file__, "--one", name]
+def measured(name: str, port: str) -> Times:
+    """In a rank's process."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ["MASTER_PORT"] = port
+    times = (CONTENDERS | IN_TURN)[name]()
+    if dist.is_initialized():  # another may follow
+        dist.destroy_process_group()
+    return times
+
+
+def launch(names: list[str], *, tiny: bool = False) -> list[Times]:
+    """These, one after the other, in two processes of their own."""
+    command = [sys.executable, "-W", "ignore", __file__, *(["--tiny"] if tiny else []), "--one", *names]
     common = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29573",
+        "PORTS": ",".join(free_ports(len(names))),
         "WORLD_SIZE": "2",
         "NODE_RANK": "0",
         "OMP_NUM_THREADS": "1",
@@ -293,8 +332,17 @@ def launch(name: str) -> Times:
     ]  # fmt: skip
     outputs = [rank.communicate(timeout=300) for rank in ranks]
     if any(rank.returncode for rank in ranks):
-        sys.exit(f"{name}: {outputs[0][1][-2000:]}")
-    return list(json.loads(outputs[0][0].splitlines()[-1]))
+        sys.exit(f"{', '.join(names)}: {outputs[0][1][-2000:]}")
+    return [list(times) for times in json.loads(outputs[0][0].splitlines()[-1])]
+
+
+def free_ports(number: int) -> list[str]:
+    """One for each group: that of a group that has ended may be held for a while."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
 
 
 def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], number: int) -> str:
@@ -303,7 +351,8 @@ def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], nu
         ratios = [mine / theirs - 1 for mine, theirs in zip(rounds[name], rounds[base], strict=True)]
         return f"{statistics.median(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
 
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "accelerate", "lightning"))
+    found = [name for name in ("torch", *TOOLS) if importlib.util.find_spec(name) is not None]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
     lines = [
         "# The engine against the same loop by hand, Accelerate and Lightning",
         "",
@@ -315,6 +364,9 @@ def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], nu
         "|---|---|---|",
     ]
     for name in CONTENDERS:
+        if name not in rounds:
+            lines.append(f"| {name} | not installed | |")
+            continue
         base = "fully_shard by hand" if "fsdp" in name or "fully" in name else "DDP by hand"
         excess = "" if name == base else against(name, base)
         lines.append(f"| {name} | {statistics.median(rounds[name]) * 1e3:.1f} | {excess} |")
@@ -324,7 +376,11 @@ def report(rounds: dict[str, list[float]], overheads: dict[str, list[float]], nu
         "turn, in the same two processes, and what ours took in excess:",
         "",
     ]
-    for name, shares in overheads.items():
+    for name in IN_TURN:
+        if name not in overheads:
+            lines.append(f"- {name}: not installed")
+            continue
+        shares = overheads[name]
         quarters = statistics.quantiles(shares, n=4)
         lines.append(
             f"- {name}: {quarters[1]:+.1%} (median of {len(shares)} steps; half of them between "

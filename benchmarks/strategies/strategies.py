@@ -1,6 +1,7 @@
 """What each strategy holds and sends per rank, against theory, and how long a step takes; on CPU ranks over gloo.
 
 unshare --net bash -c 'ip link set lo up; python benchmarks/strategies/strategies.py [--write benchmarks/strategies/DATE.md]'
+python benchmarks/strategies/strategies.py --tiny        a tiny model on two ranks, to try the script
 
 Bytes sent are read from the loopback device, so it must be the program's own: hence the network namespace. A small Llama
 with untied weights; every rank has one thread; 16 games per step in all, in one micro-batch, in a pipeline in two per stage.
@@ -12,9 +13,14 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import socket
 import statistics
+import sys
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -28,7 +34,20 @@ training:
   gradient_clip: 1.0
   optimizer: {name: adamw, lr: 1.0e-3}
 """
-STEPS = 8
+
+
+@dataclass(frozen=True)
+class Size:
+    keys: list[str]
+    """Of the config, set otherwise."""
+    ranks: tuple[int, ...]
+    steps: int
+    in_one_process: bool
+    """All ways one after the other, where it does not matter what the one before leaves behind."""
+
+
+USUAL = Size([], (2, 4), 8, False)
+TINY = Size(["data.max_plies=6", "model.hidden_dim=16"], (2,), 2, True)
 WAYS = {
     "ddp": ["strategy=ddp"],
     "ddp, fp16 gradients": ["strategy=ddp", "ddp.comm_hook=fp16"],
@@ -46,7 +65,9 @@ WAYS = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on two ranks, to try the script")
     args = parser.parse_args()
+    size = TINY if args.tiny else USUAL
     lines = [
         "# Strategies on CPU ranks: what each holds and sends",
         "",
@@ -54,37 +75,68 @@ def main() -> None:
         f"Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}. Made by `benchmarks/strategies/strategies.py`. Of the rank that holds most: parameters, "
         "gradients and optimizer state, as a share of the whole model's, and by theory; MB sent per rank and step, averaged over "
-        f"{STEPS} steps, and by theory; median seconds per step (16 samples in all, so more ranks have less each).",
+        f"{size.steps} steps, and by theory; median seconds per step (16 samples in all, so more ranks have less each).",
     ]
-    for ranks in (2, 4):
+    for ranks in size.ranks:
         lines += ["", f"## {ranks} ranks", ""]
         lines += ["| | parameters | gradients | optimizer | in theory | MB sent | in theory | s per step |"]
         lines += ["|---|---|---|---|---|---|---|---|"]
-        for way, overrides in WAYS.items():
-            if way.endswith("of 2") and ranks == 2:
-                continue
-            lines.append(row(way, measure(overrides, ranks), ranks))
-            print(lines[-1], flush=True)
+        ways = [way for way in WAYS if not (way.endswith("of 2") and ranks == 2)]
+        for together in [ways] if size.in_one_process else [[way] for way in ways]:
+            for way, results in zip(together, measure([WAYS[way] for way in together], ranks, size), strict=True):
+                lines.append(row(way, results, ranks))
+                print(lines[-1], flush=True)
     text = "\n".join(lines) + "\n"
     if args.write:
         args.write.write_text(text)
 
 
-def measure(overrides: list[str], ranks: int) -> list[dict[str, Any]]:
+def measure(ways: list[list[str]], ranks: int, size: Size) -> list[list[dict[str, Any]]]:
+    """These, one after the other, in new processes: what every rank has found, by way."""
     context = mp.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=work, args=(rank, ranks, overrides, queue)) for rank in range(ranks)]
+    ports = free_ports(len(ways))
+    processes = [context.Process(target=work, args=(rank, ranks, ports, ways, size, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    results = [queue.get(timeout=300) for _ in processes]
+    results: list[list[dict[str, Any]]] = []
+    while len(results) < ranks:
+        try:
+            results.append(queue.get(timeout=1))
+        except Empty:
+            if any(process.exitcode for process in processes):
+                for process in processes:
+                    process.kill()
+                sys.exit("a rank failed")
     for process in processes:
         process.join()
-    return results
+    return [list(found) for found in zip(*results, strict=True)]
 
 
-def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
-    import psutil
+def free_ports(number: int) -> list[str]:
+    """One for each group: that of a group that has ended may be held for a while."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
+def work(rank: int, world: int, ports: list[str], ways: list[list[str]], size: Size, queue: Any) -> None:
     import torch
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    found = []
+    for port, overrides in zip(ports, ways, strict=True):
+        os.environ["MASTER_PORT"] = port
+        found.append(measured(overrides, world, size))
+    queue.put(found)
+
+
+def measured(overrides: list[str], world: int, size: Size) -> dict[str, Any]:
+    """By one rank."""
+    import psutil
 
     from shardwise import Session
     from shardwise.checkpoint.state import local_part
@@ -92,13 +144,9 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
     from shardwise.parallel import strategy_for
     from shardwise.parallel.compression import gradient_bytes
 
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29571"
-    )
-    torch.set_num_threads(1)
-    keys = [f"training.{each}" for each in overrides]
-    copies = strategy_for(parse_config(CONFIG, keys), size).copies(size)
-    micro_batches = 2 * size if "strategy=pipeline" in overrides else 1
+    keys = [*size.keys, *(f"training.{each}" for each in overrides)]
+    copies = strategy_for(parse_config(CONFIG, keys), world).copies(world)
+    micro_batches = 2 * world if "strategy=pipeline" in overrides else 1
     config = parse_config(CONFIG, [*keys, f"training.batch_size={16 // (copies * micro_batches)}"])
     with Session(config) as session:
         session.prepare()
@@ -115,7 +163,7 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
             began = time.perf_counter()
             session.step(batch)
             times.append(time.perf_counter() - began)
-            if session.steps_done == 3 + STEPS:
+            if session.steps_done == 3 + size.steps:
                 break
         session.world.sum(0.0)
         sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - sent
@@ -126,11 +174,11 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
         for module in session.model.modules():  # the outermost unit stays gathered after the backward pass of a step
             if isinstance(module, FSDPModule):
                 module.reshard()
-        record = {
+        return {
             "parameters": sum(_held(parameter) for parameter in session.parts.parameters) / whole,
             "gradients": gradients[-1] / whole,
             "optimizer": sum(_held(t) for each in state.values() for t in each.values() if t.ndim) / (2 * whole),
-            "sent": sent / STEPS / size / 1e6,
+            "sent": sent / size.steps / world / 1e6,
             "whole": whole / 1e6,
             "compressed": gradient_bytes(session.parts.strategy.whole, config.training.ddp)[1] / 1e6,
             "outside": 1
@@ -138,7 +186,6 @@ def work(rank: int, size: int, overrides: list[str], queue: Any) -> None:
             / whole,
             "seconds": statistics.median(times[3:]),
         }
-        queue.put(record)
 
 
 def _held(tensor: Any) -> int:

@@ -1,6 +1,7 @@
 """`shardwise verify` on the four tiny configs under every strategy: clean runs must pass. Verdicts and seconds as a table.
 
 python benchmarks/verify/matrix.py [--write benchmarks/verify/DATE.md]
+python benchmarks/verify/matrix.py --tiny                one strategy, one config, few steps, to try the script
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 SMALLER = ["training.batch_size=2"]
 """So that four ranks of each fit on two cores; the models and the data are those of the files."""
 
+TINY = ["--steps", "4", "--set", "data.num_games=40", "--set", "data.max_plies=6", "--set", "model.hidden_dim=16"]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", type=Path)
     parser.add_argument("--only", help="a part of a name of a strategy")
+    parser.add_argument("--tiny", action="store_true", help="one strategy, one config, few steps, to try the script")
     args = parser.parse_args()
+    tasks = TASKS[:1] if args.tiny else TASKS
     lines = [
         "# verify on clean runs",
         "",
@@ -49,16 +54,16 @@ def main() -> None:
         f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. Made by `benchmarks/verify/matrix.py`. Verdict, "
         "seconds; `refused`: the strategy cannot take this model, with the reason below.",
         "",
-        "| | " + " | ".join(TASKS) + " |",
-        "|---|" + "---|" * len(TASKS),
+        "| | " + " | ".join(tasks) + " |",
+        "|---|" + "---|" * len(tasks),
     ]
     reasons: dict[str, str] = {}
     for way, (ranks, overrides) in WAYS.items():
-        if args.only and args.only not in way:
+        if (args.only and args.only not in way) or (args.tiny and way != "ddp"):
             continue
         cells = []
-        for task in TASKS:
-            verdict, reason = verify(task, ranks, overrides)
+        for task in tasks:
+            verdict, reason = verify(task, ranks, overrides, TINY if args.tiny else [])
             cells.append(verdict)
             if reason:
                 reasons[f"{task}, {way}"] = reason
@@ -70,7 +75,7 @@ def main() -> None:
         args.write.write_text("\n".join(lines) + "\n")
 
 
-def verify(task: str, ranks: int, overrides: list[str]) -> tuple[str, str]:
+def verify(task: str, ranks: int, overrides: list[str], more: list[str]) -> tuple[str, str]:
     sets = [part for each in [*SMALLER, *(f"training.{o}" for o in overrides)] for part in ("--set", each)]
     command = [
         sys.executable,
@@ -82,6 +87,7 @@ def verify(task: str, ranks: int, overrides: list[str]) -> tuple[str, str]:
         str(ranks),
         "--json",
         *sets,
+        *more,
     ]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

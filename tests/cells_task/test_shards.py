@@ -123,7 +123,8 @@ def test_a_key_that_the_copy_has_fixed_is_refused_where_it_says_otherwise(
         CellsTask(from_copy(tmp_path / "copy", f"data.{wish}")).prepare_data()
     message = str(refused.value)
     assert f"the sharded copy {tmp_path / 'copy'} was made with {made}, and has that fixed, but" in message
-    assert f"Leave {key} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to" in message
+    assert f"Leave {key} out, or make another copy from the h5ad files:  " in message
+    assert message.endswith("data shard CONFIG --to FOLDER")
 
 
 def test_the_config_that_a_copy_was_made_from_trains_from_it(source: Any, tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_a_file_in_place_of_a_copy_is_said_so(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_copy_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no folder .*none. `shardwise data shard CONFIG --to"):
+    with pytest.raises(DataError, match=r"there is no folder .*none. .*data shard CONFIG --to .*none$"):
         open_shards(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="there is no manifest, so it was never finished"):

@@ -36,6 +36,40 @@ def test_no_config_and_two_configs_are_told(verb: str, capsys: pytest.CaptureFix
         assert told in capsys.readouterr().err
 
 
+PATHS = {
+    "train": ["--config", "--resume"],
+    "verify": ["--config", "--against"],
+    "drill": ["--config", "--folder", "--report"],
+    "fetch": ["--config", "--to"],
+    "config show": ["--config"],
+    "config advise": ["--config"],
+    "bench data": ["--config"],
+    "data shard": ["--config", "--to"],
+    "data verify": ["folder"],
+    "checkpoint list": ["run"],
+    "checkpoint verify": ["run"],
+    "checkpoint repair": ["run"],
+    "export": ["run", "--to", "--checkpoint", "--config"],
+}
+"""Every argument that is a path."""
+
+
+@pytest.mark.parametrize(("verb", "name"), [(verb, name) for verb, names in PATHS.items() for name in names])
+def test_a_home_folder_is_found_where_the_shell_leaves_it_to_the_program(
+    verb: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of `--to=~/a`, and of anything in quotes: as it is pasted from what the program has said."""
+    monkeypatch.setenv("HOME", "/home/me")
+    options = {each: "there" for each in PATHS[verb] if each.startswith("-")}
+    words = [verb.split()[0], *verb.split()[1:], *(each for each in PATHS[verb] if not each.startswith("-"))]
+    if name.startswith("-"):
+        options[name] = "~/a b"
+    else:
+        words[words.index(name)] = "~/a b"
+    given = [*words, *(f"{option}={value}" for option, value in options.items())]
+    assert vars(_parser(given).parse_args(given))[name.removeprefix("--")] == "/home/me/a b"
+
+
 def test_every_verb_that_takes_a_config_is_among_them() -> None:
     folder = Path(str(importlib.import_module("shardwise.cli").__file__)).parent
     taking = {file.stem for file in folder.glob("*.py") if "add_config_arguments(" in file.read_text()} - {"arguments"}

@@ -199,7 +199,9 @@ def test_offline_without_fetching_says_what_to_run(tmp_path: Path) -> None:
     done = run_program([SHARDWISE, "train", "chess.yaml"], tmp_path)
     assert done.returncode == 2
     assert "offline: true, but data.dataset: someone/games is not in fetched" in done.stderr
-    assert "and there is no folder of that name. Where there is internet, run:  shardwise fetch CONFIG" in done.stderr
+    assert (
+        "and there is no folder of that name. Where there is internet, run:  shardwise fetch chess.yaml" in done.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 

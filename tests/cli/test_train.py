@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -55,10 +56,12 @@ def test_killed_by_sigkill_and_resumed_it_is_bit_for_bit_the_uninterrupted_run(t
         at_once = ("--set", "training.async_checkpoint=false", "--max-restarts", "0")
         died = shardwise(killed, "train", "ragged.yaml", *at_once, KILL_AT=f"{rank}:{step}")
         assert died.returncode == 2
-        assert f"error: rank {rank} was killed by SIGKILL" in died.stderr and "--resume auto" in died.stderr
+        assert f"error: rank {rank} was killed by SIGKILL" in died.stderr
         assert "Traceback" not in died.stderr
         assert [done for done, *_ in curve(killed)][-1] == step - 1
-        resumed = shardwise(killed, "train", "ragged.yaml", "--resume", "auto")
+        told = died.stderr.rpartition("Go on from the last checkpoint:  ")[2].strip()
+        assert told.startswith("shardwise train ragged.yaml ") and told.endswith(" --resume auto")
+        resumed = shardwise(killed, *shlex.split(told)[1:])
         assert resumed.returncode == 0
         assert f"at step {resumed_at}\n" in resumed.stdout or resumed_at == 0
         assert curve(killed) == curve(whole)
@@ -74,6 +77,29 @@ def test_a_rank_that_fails_ends_the_others_and_its_error_is_the_one_shown(tmp_pa
     assert "the same error as before the restart: not started again" in done.stderr
     assert "Connection closed by peer" not in done.stderr
     assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(1, ""), (2, ""), (2, "kill")])
+def test_a_first_evaluation_that_fails_does_not_block_the_folder(tmp_path: Path, ranks: int, how: str) -> None:
+    write(tmp_path, "Unevaluated")
+    (tmp_path / "broken").write_text(how)
+    command = ["train", "ragged.yaml", "--set", f"training.num_gpus={ranks}", "--max-restarts", "0"]
+    failed = shardwise(tmp_path, *command)
+    assert failed.returncode != 0
+    run = tmp_path / "runs" / "ragged"
+    logs = {file: file.read_text() for file in run.glob("ranks/*.log")}
+    assert len(logs) == ranks - 1 and all("about to fail" in said for said in logs.values())
+    (tmp_path / "broken").unlink()
+    done = shardwise(tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    assert "the start that lies in runs/ragged came to no step: this run takes its place" in done.stdout
+    assert ("what its ranks said stays in runs/ragged/ranks" in done.stdout) is (ranks > 1)
+    assert all(file.read_text().startswith(said) for file, said in logs.items())
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["ragged"]
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics if "eval" in line] == [0, metrics[-1]["step"]]
+    refused = shardwise(tmp_path, *command)
+    assert refused.returncode == 2 and "already holds a run" in refused.stderr
 
 
 def test_a_rank_that_runs_out_of_memory_ends_the_job_with_what_filled_it(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -118,11 +117,6 @@ def test_a_style_splits_the_module_that_it_stands_for(alone: None) -> None:
     before = model[0].weight.detach().clone()
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": Doubled()})
     assert torch.equal(model[0].weight, 2 * before)
-
-
-def test_redistribution_is_quiet() -> None:
-    distributed.quiet_redistribution()
-    assert not logging.getLogger("torch.distributed.tensor._redistribute").isEnabledFor(logging.WARNING)
 
 
 def test_many_tensors_at_once() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.config import Training
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import lock_folder, unlock
 from shardwise.watch.run_folder import RunFolder
@@ -35,7 +36,7 @@ def test_a_second_run_in_a_folder_is_refused_with_who_holds_it_until_that_one_di
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         for resume in (True, False):
             with pytest.raises(LaunchError) as refused:
-                RunFolder(tmp_path).claim(resume=resume, fresh=not resume, command="shardwise train")
+                RunFolder(tmp_path).claim(resume=resume, fresh=not resume, training=Training())
             assert f"is in use by a run that is going on (process {first.pid} on {os.uname().nodename}, since" in str(
                 refused.value
             )
@@ -43,7 +44,7 @@ def test_a_second_run_in_a_folder_is_refused_with_who_holds_it_until_that_one_di
         first.kill()
         first.wait()
         folder = RunFolder(tmp_path)
-        folder.claim(resume=True, fresh=False, command="shardwise train")
+        folder.claim(resume=True, fresh=False, training=Training())
         folder.close()
 
 
@@ -51,8 +52,9 @@ def test_a_fresh_run_holds_the_new_folder_and_lets_go_of_the_old(tmp_path: Path)
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     folder = RunFolder(run)
-    notice = folder.claim(resume=False, fresh=True, command="shardwise train")
+    notice = folder.claim(resume=False, fresh=True, training=Training())
     assert notice == f"the earlier run was moved to {tmp_path / 'run-1'}"
     check = "import sys; from pathlib import Path; from shardwise.watch.lock import lock_folder; lock_folder(Path(sys.argv[1]))"
     free, held = (
@@ -89,7 +91,7 @@ def test_a_checkpoint_folder_elsewhere_has_one_run_too_and_is_not_repaired_meanw
         assert first.stdout is not None and first.stdout.readline() == "held\n"
         folder = RunFolder(tmp_path / "second")
         with pytest.raises(LaunchError, match=f"{shared} is in use by a run"):
-            folder.claim(resume=False, fresh=False, command="shardwise train", checkpoints=shared)
+            folder.claim(resume=False, fresh=False, training=Training(), checkpoints=shared)
         folder.close()
         assert main(["checkpoint", "repair", str(shared)]) == 2
         assert "is in use by a run that is going on" in capsys.readouterr().err

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.config import Config
+from shardwise.config import Config, Training
+from shardwise.config.commands import user_command
+from shardwise.config.secrets import without_secrets
+from shardwise.errors import LaunchError
 from shardwise.watch.console import Console
-from shardwise.watch.run_folder import RunFolder, user_command
-from shardwise.watch.secrets import without_secrets
+from shardwise.watch.run_folder import RunFolder
 from tests.cli.program import shardwise
 
 
@@ -108,3 +110,53 @@ def test_the_command_in_run_json_has_no_secret(tmp_path: Path, monkeypatch: pyte
     folder.describe(Config(task="tests.tasks:Ragged"), {})
     assert json.loads((tmp_path / "run.json").read_text())["command"][-1] == "data.source=***"
     assert user_command() == "shardwise train a.yaml --set 'data.source=***'"
+
+
+BEFORE_A_STEP: dict[str, str] = {
+    "metrics.jsonl": '{"step": 0, "eval": {"loss": 1.0}}\n{"step": ',
+    "ranks/rank-0000.jsonl": '{"step": 0, "checkpoint": {}, "problem": "no room"}\n',
+    "ranks/rank-0001.log": "said",
+    "checkpoints/superseded-step-00000007/manifest.json": "",
+    "checkpoints/.writing-step-00000000/a": "",
+    "config.yaml": "training: {checkpoint_dir: null}",
+}
+"""What may lie in a folder whose run has come to no step."""
+BEGUN: dict[str, str] = {
+    "metrics.jsonl": '{"step": 1, "loss": 1.0}\n',
+    "ranks/rank-0001.jsonl": '{"step": 1, "seconds": {}}\n',
+    "ranks/rank-0000.jsonl": '{"step": 0, "checkpoint": {}, "problem": null}\n',
+    "checkpoints/step-00000000/manifest.json": "",
+    "checkpoints/damaged-step-00000009-1/manifest.json": "",
+    "checkpoints/.replaced-step-00000009/manifest.json": "",
+    "elsewhere/step-00000009/manifest.json": "",
+}
+
+
+def lay(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_in_which_no_step_was_made_is_taken_as_it_is(tmp_path: Path, fresh: bool) -> None:
+    run = tmp_path / "run"
+    lay(run, {"run.json": "{}", **BEFORE_A_STEP})
+    folder = RunFolder(run)
+    notice = folder.claim(resume=False, fresh=fresh, training=Training(), checkpoints=run / "checkpoints")
+    folder.close()
+    assert notice == (
+        f"the start that lies in {run} came to no step: this run takes its place; what its ranks said stays in {run}/ranks"
+    )
+    assert all((run / name).read_text() == text for name, text in BEFORE_A_STEP.items())
+    assert list(tmp_path.iterdir()) == [run]
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_folder_with_one_step_or_one_checkpoint_is_never_taken(tmp_path: Path, name: str) -> None:
+    run = tmp_path / "run"
+    elsewhere = json.dumps(str(run / "elsewhere"))
+    lay(run, {"run.json": "{}", **BEFORE_A_STEP, "config.yaml": f"training: {{checkpoint_dir: {elsewhere}}}"})
+    lay(run, {name: BEGUN[name]})
+    with pytest.raises(LaunchError, match="already holds a run"):
+        RunFolder(run).claim(resume=False, fresh=False, training=Training(), checkpoints=run / "checkpoints")

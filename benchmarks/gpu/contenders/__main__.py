@@ -1,7 +1,8 @@
 """shardwise beside other tools on one GPU: the same weights, samples, precision, optimizer, clipping and batch.
 
 python -m benchmarks.gpu.contenders --works llama-1b,cells --out found.md --minutes 9
-python -m benchmarks.gpu.contenders --tiny                every contender for seconds, to try it on a CPU
+python -m benchmarks.gpu.contenders --tiny                one contender of each tool for each work, to try it on a CPU
+python -m benchmarks.gpu.contenders --tiny --works vit    every contender of this work, for seconds each
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.contenders.problem import DEVICE, Options, Row, Work
+from benchmarks.gpu.contenders.problem import DEVICE, Contender, Options, Row, Work
 from benchmarks.gpu.contenders.table import Report, line, record, table
 from benchmarks.gpu.contenders.turns import take_turn
 from shardwise.watch.rates import device_name
@@ -38,7 +39,8 @@ WORKS = {
 
 def main() -> None:
     arguments = _arguments()
-    chosen = arguments.works.split(",")
+    first_only = arguments.tiny and arguments.works is None and not arguments.only
+    chosen = arguments.works.split(",") if arguments.works else list(_of_each_file() if first_only else WORKS)
     if unknown := [name for name in chosen if name not in WORKS]:
         sys.exit(f"--works: there is no {', '.join(unknown)}; there is {', '.join(WORKS)}")
     plan = {name: value for name in ("warmup", "windows", "steps") if (value := getattr(arguments, name)) is not None}
@@ -51,11 +53,21 @@ def main() -> None:
         torch.set_num_threads(1)  # a tiny model has no work for more
     print(f"{device_name(DEVICE)}: {', '.join(chosen)}", flush=True)
     for name in chosen:
-        _compare(name, options, arguments.only, arguments.without, ends, report)
+        _compare(name, options, arguments.only, arguments.without, ends, report, first_only=first_only)
     print(f"\n{report.text()}")
 
 
-def _compare(name: str, options: Options, only: list[str], without: list[str], ends: float, report: Report) -> None:
+def _compare(
+    name: str,
+    options: Options,
+    only: list[str],
+    without: list[str],
+    ends: float,
+    report: Report,
+    *,
+    first_only: bool,
+) -> None:
+    """`first_only`: of each tool, its first contender."""
     try:
         work = _work(name, options)
     except Exception as error:
@@ -63,7 +75,7 @@ def _compare(name: str, options: Options, only: list[str], without: list[str], e
         report.add(name, [f"## {name}", "", f"failed: {type(error).__name__}: {error}"], {"failed": str(error)})
         return
     rows: list[Row] = []
-    for contender in work.contenders:
+    for contender in _first_of_each_tool(work.contenders) if first_only else work.contenders:
         if (only and not _named(contender.name, only)) or _named(contender.name, without):
             continue
         if time.monotonic() > ends:
@@ -73,6 +85,15 @@ def _compare(name: str, options: Options, only: list[str], without: list[str], e
         rows.append(take_turn(contender))
         print(f"{name}: {line(rows[-1])} {time.monotonic() - began:.0f} s in all", flush=True)
         report.add(name, [*table(name, work, rows), *work.study(rows, report.out)], record(work, rows))
+
+
+def _of_each_file() -> list[str]:
+    """The first work of each: works of one file differ in their sizes."""
+    return list({where.partition(":")[0]: name for name, where in reversed(WORKS.items())}.values())[::-1]
+
+
+def _first_of_each_tool(contenders: list[Contender]) -> list[Contender]:
+    return list({each.name.partition(",")[0]: each for each in reversed(contenders)}.values())[::-1]
 
 
 def _named(name: str, parts: list[str]) -> bool:
@@ -102,7 +123,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--works", default=",".join(WORKS), help=f"which, with commas between: {', '.join(WORKS)}")
+    parser.add_argument("--works", help=f"which, with commas between; default: all: {', '.join(WORKS)}")
     parser.add_argument("--only", action="append", default=[], help="contenders whose name has this in it; repeatable")
     parser.add_argument(
         "--without", action="append", default=[], help="contenders with this in their name are left out"

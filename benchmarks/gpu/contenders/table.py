@@ -81,7 +81,8 @@ def _kernels(row: Row) -> list[str]:
 def line(row: Row) -> str:
     contender, figures = row.contender, row.figures
     if figures is None:
-        return f"| {contender.name} | {contender.batch} | failed: {row.failed.replace('|', '/')} | | | | | | |"
+        said = row.failed if row.failed.startswith("not installed") else f"failed: {row.failed}"
+        return f"| {contender.name} | {contender.batch} | {said.replace('|', '/')} | | | | | | |"
     rate = figures.units_per_second
     share = mfu(row)
     cells = [

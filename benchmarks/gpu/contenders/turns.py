@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 import traceback
@@ -15,9 +16,18 @@ import torch.distributed as dist
 from benchmarks.gpu.contenders.meter import Meter
 from benchmarks.gpu.contenders.problem import DEVICE, Contender, Row
 
+PEERS = {
+    "Accelerate": ({"accelerate"},),
+    "Lightning": ({"lightning", "pytorch_lightning"},),
+    "Transformers Trainer": ({"transformers"}, {"accelerate"}),
+}
+"""Packages that the contenders of other tools need, by the beginning of their names: one of each set."""
+
 
 def take_turn(contender: Contender) -> Row:
-    """A contender that fails has a row that says so; the others go on."""
+    """A contender that fails, or that is not installed, has a row that says so; the others go on."""
+    if missing := _not_installed(contender.name):
+        return Row(contender, failed=f"not installed: {', '.join(missing)}")
     with _apart():
         try:
             meter = Meter(contender.plan, DEVICE)
@@ -27,6 +37,11 @@ def take_turn(contender: Contender) -> Row:
             # The frames hold the model, and with it the memory that the next contender needs.
             traceback.clear_frames(error.__traceback__)
             return Row(contender, failed=_first_line(error))
+
+
+def _not_installed(name: str) -> list[str]:
+    needed = next((packages for tool, packages in PEERS.items() if name.startswith(tool)), ())
+    return [min(each) for each in needed if not any(importlib.util.find_spec(package) for package in each)]
 
 
 @contextmanager

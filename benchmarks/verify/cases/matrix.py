@@ -6,6 +6,7 @@ the lines of the chosen cases first. In the end, or with `--table` alone, all re
 python benchmarks/verify/cases/matrix.py --clean --bugs --write benchmarks/verify/DATE-cases.md
 python benchmarks/verify/cases/matrix.py --only contrastive --again
 python benchmarks/verify/cases/matrix.py --list
+python benchmarks/verify/cases/matrix.py --tiny          one case, its results kept nowhere, to try the script
 """
 
 from __future__ import annotations
@@ -55,8 +56,17 @@ def main() -> None:
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="the table goes here; default: stdout")
     parser.add_argument("--table", action="store_true", help="run nothing: only write the table of the results")
     parser.add_argument("--list", action="store_true", help="run nothing: name the chosen cases")
+    parser.add_argument("--tiny", action="store_true", help="one case, its results kept nowhere, to try the script")
     args = parser.parse_args()
+    if args.tiny:
+        with tempfile.TemporaryDirectory() as folder:
+            args.only, args.results = ["loop-clean"], Path(folder) / "results.jsonl"
+            compare(args)
+    else:
+        compare(args)
 
+
+def compare(args: argparse.Namespace) -> None:
     for file in sorted([*HERE.glob("clean_*.py"), *HERE.glob("bug_*.py"), HERE / "loops.py"]):
         importlib.import_module(file.stem)
     chosen = choose(args)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +29,8 @@ from shardwise.checkpoint.tensors import (
     write_index,
 )
 from shardwise.compat.distributed import name_without_wrapper
+from shardwise.compat.quiet import quiet_pytorch
+from shardwise.config.commands import to_start_anew
 from shardwise.data.manifest import Condition, FileEntry, condition_of
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
@@ -64,8 +64,7 @@ def stage_from(
         stage.write_data(stage.agreed.given, planner)
         return
     try:
-        with _quiet():
-            save(state, storage_writer=stage, planner=planner, no_dist=not world.connected)
+        save(state, storage_writer=stage, planner=planner, no_dist=not world.connected)
         stage.agreed = Agreed(asked, planner.plan)
     except CheckpointException as error:
         raise CheckpointError(f"the model's state cannot be kept in a checkpoint: {_first_cause(error)}") from error
@@ -210,13 +209,13 @@ def _each_once(parts: Iterable[list[str]]) -> list[str]:
 def _load(state: dict[str, Any], path: Path, world: World) -> None:
     reader = SafetensorsReader(path)
     reader.read_metadata()  # here, because what is wrong with it would be lost in load (torch 2.11)
+    quiet_pytorch()  # weights are also loaded without a session
     try:
-        with _quiet():
-            load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not world.connected)
+        load(state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=not world.connected)
     except (CheckpointException, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this model and optimizer: {_first_cause(error)}\n  Was it made with another "
-            "config? `--fresh` starts anew and keeps the old run beside"
+            f"config? {to_start_anew(path.parent)}"
         ) from error
 
 
@@ -233,12 +232,3 @@ def _first_cause(error: BaseException) -> str:
         first = next(iter(error.failures.values()))[0]
         return str(first).splitlines()[0]
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns about running without ranks (torch 2.13), which is what a single process means to do."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is .*unavailable.*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import shardwise
 from shardwise.cli.sign_of_life import telling_of_imports
+from shardwise.compat.quiet import quiet_pytorch
 from shardwise.errors import ShardwiseError
 from shardwise.watch.console import LEVELS, LOG_LEVEL, PLAIN, follow_log_level, program_logging, set_log_level
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if parsed.log_level is not None:
                 set_log_level(parsed.log_level)
             follow_log_level()
+            quiet_pytorch()
             with telling_of_imports(quiet=getattr(parsed, "json", False)):
                 return int(importlib.import_module(f"shardwise.cli.{parsed.verb}").run(parsed))
         except ShardwiseError as error:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
+
+
+def path_text(text: str) -> str:
+    """A type of arguments. A shell does not replace the ~ of `--to=~/model`, nor a quoted one."""
+    return os.path.expanduser(text)  # noqa: PTH111  not Path.expanduser, which drops ./ at the beginning
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, text: str = "the YAML file") -> None:
@@ -17,11 +23,12 @@ def add_config_arguments(parser: argparse.ArgumentParser, text: str = "the YAML 
             by_place.required = False
 
     # Not `nargs="?"`: options before it would be taken for its absence (Python 3.11).
-    by_place = parser.add_argument("config", action=TheConfig, help=text)
+    by_place = parser.add_argument("config", action=TheConfig, type=path_text, help=text)
     parser.add_argument(
         "--config",
         dest="config",
         action=TheConfig,
+        type=path_text,
         metavar="FILE",
         help="the same, as an option",
         default=argparse.SUPPRESS,

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import path_text
 from shardwise.cli.output import show
+from shardwise.config.commands import command
 from shardwise.watch.console import PLAIN
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repair": "set damaged ones aside and clear away what was never finished, so that the newest whole one counts",
     }.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        action.add_argument("run", help="the folder of a run, or of checkpoints")
+        action.add_argument("run", type=path_text, help="the folder of a run, or of checkpoints")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,7 +41,9 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(f"there is no folder {folder}")
     if not store.every() and not store.leftovers():
         raise CheckpointError(f"there are no checkpoints in {store.folder}")
-    return {"list": _list, "verify": _verify, "repair": _repair}[args.action](store)
+    if args.action == "verify":
+        return _verify(store, command("checkpoint", "repair", args.run))
+    return (_list if args.action == "list" else _repair)(store)
 
 
 def _list(store: CheckpointStore) -> int:
@@ -63,7 +67,8 @@ def _list(store: CheckpointStore) -> int:
     return 0
 
 
-def _verify(store: CheckpointStore) -> int:
+def _verify(store: CheckpointStore, repair: str) -> int:
+    """`repair`: the command that does it."""
     from shardwise.data.manifest import condition_of, surplus_in
 
     damaged: list[Found] = []
@@ -82,9 +87,7 @@ def _verify(store: CheckpointStore) -> int:
             show(f"  note: {name} does not belong to it, and does no harm")
     if damaged:
         steps = ", ".join(str(found.step) for found in damaged)
-        log.error(
-            f"damaged: step {steps}. `shardwise checkpoint repair` sets them aside, as a resume would", extra=PLAIN
-        )
+        log.error(f"damaged: step {steps}. To set them aside, as a resume would:  {repair}", extra=PLAIN)
     if unread:
         steps = ", ".join(str(found.step) for found in unread)
         log.error(f"could not be read: step {steps}. Is the storage there, and may you read it?", extra=PLAIN)

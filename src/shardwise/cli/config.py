@@ -60,13 +60,20 @@ def _show(args: argparse.Namespace) -> int:
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
     from shardwise.config.load import OWN, make_task
     from shardwise.engine.batch_plan import check_plan
+    from shardwise.engine.evaluate import check_monitor
     from shardwise.launch.local import local_rank_count
+    from shardwise.tasks import Task
     from shardwise.watch.run_folder import dump_config
 
     config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
     strategy = check_plan(config, world, "cuda" if torch.cuda.is_available() else "cpu")
+    task = None if config.task == OWN else make_task(config)
+    if task is not None:
+        task.prepare_data()
+        if isinstance(task, Task):  # otherwise the run says what it lacks
+            check_monitor(task, training)
     if training.batch_size == "auto":
         show(dump_config(config), end="")
         show(
@@ -84,9 +91,7 @@ def _show(args: argparse.Namespace) -> int:
     )
     scaled = f" = {training.optimizer.lr:g} × {batching.global_batch} / {training.base_batch_size}"
     show(f"# learning rate        {lr:g}{scaled if training.lr_scaling == 'linear' else ''} at its peak")
-    if config.task != OWN:
-        task = make_task(config)
-        task.prepare_data()
+    if task is not None:
         samples = len(task.train_data())
         steps = batching.steps_per_epoch(samples)
         total = min(steps * training.max_epochs, training.max_steps or steps * training.max_epochs)

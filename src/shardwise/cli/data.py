@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 
 
@@ -14,12 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     shard = actions.add_parser("shard", help="write a shuffled, sharded copy of a config's cells, for full speed")
     add_config_arguments(shard, "the YAML file, of task cells")
-    shard.add_argument("--to", required=True, metavar="FOLDER", help="a new folder for the copy")
+    shard.add_argument("--to", required=True, type=path_text, metavar="FOLDER", help="a new folder for the copy")
     shard.add_argument(
         "--cells-per-shard", type=int, default=65_536, metavar="N", help="cells in a file, and in memory (65536)"
     )
     verify = actions.add_parser("verify", help="compare every file of a sharded copy with its checksum")
-    verify.add_argument("folder", help="the sharded copy")
+    verify.add_argument("folder", type=path_text, help="the sharded copy")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _shard(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.commands import command, overriding, yaml_text
     from shardwise.config.load import load_task_class
     from shardwise.errors import ConfigError
 
@@ -46,10 +47,11 @@ def _shard(args: argparse.Namespace) -> int:
     size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
     seconds = time.perf_counter() - began
     cells = len(copy.training) + len(copy.validation)
+    from_copy = ["data.source=shards", f"data.paths=[{yaml_text(str(folder))}]"]
     show(
         f"{folder}: {len(copy.training)} cells to train on in {len(copy.training.files)} shards, {len(copy.validation)} held "
         f"out, {size:.1f} MiB, in {seconds:.1f} s ({cells / seconds:.0f} cells/s)\n"
-        f"train from it with  --set data.source=shards --set 'data.paths=[{folder}]'"
+        f"train from it:  {command('train', args.config, *overriding(*args.set, *from_copy))}"
     )
     return 0
 

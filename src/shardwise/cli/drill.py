@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
+from shardwise.config.commands import command, overriding
 
 if TYPE_CHECKING:
     from shardwise.drill.faults import Kind
@@ -33,9 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="when and where they come; default: by chance, and said")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the runs (2)")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps of a run, at most (40)")
-    parser.add_argument("--folder", metavar="FOLDER", help="where the runs are made; default: runs/NAME-drill")
+    parser.add_argument(
+        "--folder", type=path_text, metavar="FOLDER", help="where the runs are made; default: runs/NAME-drill"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for machines")
-    parser.add_argument("--report", metavar="FILE", help="write the result as Markdown")
+    parser.add_argument("--report", type=path_text, metavar="FILE", help="write the result as Markdown")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,17 +85,9 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         import torch
 
-        command = " ".join(
-            [
-                "shardwise drill",
-                args.config,
-                f"--count {args.count} --seed {seed} --ranks {args.ranks} --steps {args.steps}",
-            ]
-            + ([f"--faults {args.faults}"] if args.faults else [])
-            + [f"--set {change}" for change in args.set]
-        )
+        again = _same_again(args, seed)
         Path(args.report).write_text(
-            f"# A drill\n\n`{command}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
+            f"# A drill\n\n`{again}`, {os.cpu_count()} cores, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{time.strftime('%Y-%m-%d')}.\n\n```\n{as_words(result)}\n```\n\n{as_table(result)}\n\n"
             "Went on after: from the fault until the next step was made. Noticed: until it was decided to start again (of a "
             f"hang, beyond the {HANG_SECONDS:.0f} seconds that it is waited for; of a link, from the moment that it is back). "
@@ -100,6 +95,15 @@ def run(args: argparse.Namespace) -> int:
             "checked and read.\n"
         )
     return 1 if result.problems else 0
+
+
+def _same_again(args: argparse.Namespace, seed: int) -> str:
+    """The command that makes the same faults in the same runs."""
+    options = {"--count": args.count, "--seed": seed, "--ranks": args.ranks, "--steps": args.steps}
+    if args.faults:
+        options["--faults"] = args.faults
+    words = [str(word) for option in options.items() for word in option]
+    return command("drill", args.config, *words, *overriding(*args.set))
 
 
 def _kinds(faults: str | None, ranks: int, device: str) -> tuple[list[Kind], list[str]]:

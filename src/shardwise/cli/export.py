@@ -10,9 +10,11 @@ import argparse
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.arguments import path_text
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -22,12 +24,25 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="the run folder")
-    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder for the weights")
+    parser.add_argument("run", type=path_text, help="the run folder")
+    parser.add_argument("--to", required=True, type=path_text, metavar="FOLDER", help="a new folder for the weights")
     parser.add_argument(
-        "--checkpoint", default="best", metavar="WHICH", help="best (default), last, or the path of a checkpoint"
+        "--checkpoint",
+        default="best",
+        type=path_text,
+        metavar="WHICH",
+        help="best (default), last, or the path of a checkpoint",
     )
-    parser.add_argument("--config", metavar="FILE", help="the YAML file of the run, needed for a task of your own")
+    parser.add_argument(
+        "--config", type=path_text, metavar="FILE", help="the YAML file of the run, needed for a task of your own"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key of the config, as for the training",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ShardwiseError(f"{folder} is not the folder of a run: it has no config.yaml")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ShardwiseError(f"--to {target} is there already and not empty: name a new folder")
-    config = _config(folder, args.config)
+    config = _config(folder, target, args.config, args.set)
     # A run folder may have been moved: its checkpoints are looked for where it is now.
     inside = folder / "checkpoints"
     store = CheckpointStore(inside if inside.is_dir() else Path(config.checkpoint_folder))
@@ -74,11 +89,12 @@ def _umask() -> int:
     return current
 
 
-def _config(folder: Path, trusted: str | None) -> Config:
+def _config(folder: Path, target: Path, trusted: str | None, overrides: Sequence[str]) -> Config:
     """The run's config; where its task is code of the user's own, the one that the user names."""
     import yaml
 
     from shardwise.config import load_config
+    from shardwise.config.commands import command
     from shardwise.errors import ShardwiseError
 
     try:
@@ -86,13 +102,13 @@ def _config(folder: Path, trusted: str | None) -> Config:
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ShardwiseError(f"{folder / 'config.yaml'} is not the config of a run: {error}") from None
     if trusted is not None:
-        config = load_config(trusted)
+        config = load_config(trusted, overrides)
         if config.task != task:
             raise ShardwiseError(f"--config {trusted} has task: {config.task}, but the run trained {task}")
         return config
     if ":" in str(task):
         raise ShardwiseError(
             f"this run's task is {task}, code of its own, which is not run on the word of a run folder. Name the config that "
-            f"it was trained with:  shardwise export {folder} --to … --config YOUR.yaml"
+            f"it was trained with:  {command('export', folder, '--to', target, '--config', 'YOUR.yaml')}"
         )
-    return load_config(folder / "config.yaml")
+    return load_config(folder / "config.yaml", overrides)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ ANSWER_WITHIN_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
-    parser.add_argument("--to", metavar="FOLDER", help="where to put it; default: the config's fetch_dir")
+    parser.add_argument(
+        "--to", type=path_text, metavar="FOLDER", help="where to put it; default: the config's fetch_dir"
+    )
     parser.add_argument("--again", action="store_true", help="download again what is there already")
 
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.config import load_config
+    from shardwise.config.commands import command, overriding, yaml_text
     from shardwise.config.hub import hub_names
 
     config = load_config(args.config, args.set)
@@ -44,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         _download(hub, place)
         size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
         show(f"  {place}: {size / 2**20:.1f} MiB")
-    option = "" if folder == config.fetch_dir else f" --set fetch_dir={folder}"
-    show(f"train without internet:  shardwise train {args.config} --set offline=true{option}")
+    changes = ["offline=true", *([] if folder == config.fetch_dir else [f"fetch_dir={yaml_text(folder)}"])]
+    show(f"train without internet:  {command('train', args.config, *overriding(*args.set, *changes))}")
     return 0
 
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.config.commands import ConfigSource
     from shardwise.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--resume",
+        type=path_text,
         metavar="WHICH",
         help="auto: from the newest whole checkpoint, if there is one; latest: there must be one; or a path",
     )
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     training, values = config.training, config_values(config)
     job = Job(
         _rank,
-        (values, request),
+        (values, config.source, request),
         Path(config.run_folder),
         Path(config.checkpoint_folder),
         training.hang_timeout,
@@ -171,11 +173,11 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
-def _rank(values: dict[str, Any], request: TrainRequest) -> int:
+def _rank(values: dict[str, Any], source: ConfigSource | None, request: TrainRequest) -> int:
     """One of the ranks that the launcher started. The file may have been changed or removed since the run began."""
     from shardwise.config.load import config_from_values
 
-    return _train(config_from_values(values), request)
+    return _train(config_from_values(values).read_from(source), request)
 
 
 def _train(config: Config, request: TrainRequest) -> int:

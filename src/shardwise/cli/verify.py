@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from shardwise.cli.arguments import add_config_arguments
+from shardwise.cli.arguments import add_config_arguments, path_text
 from shardwise.cli.output import show
 
 log = logging.getLogger(__name__)
@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks to verify (default: training.num_gpus, or 2)")
     parser.add_argument("--strategy", metavar="NAME", help="verify this strategy instead of the config's")
     parser.add_argument("--steps", type=int, default=7, metavar="K", help="optimizer steps of every run (7)")
-    parser.add_argument("--against", metavar="OTHER", help="compare with this config instead of with one process")
+    parser.add_argument(
+        "--against", type=path_text, metavar="OTHER", help="compare with this config instead of with one process"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="compare numbers and samples alone; the report lists what it leaves out"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import cast
 
@@ -31,7 +30,6 @@ __all__ = [
     "checkpoint_wrapper",
     "flat_group",
     "name_without_wrapper",
-    "quiet_redistribution",
     "release_ddp",
     "set_group_timeout",
     "wrapped_block",
@@ -54,11 +52,6 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """One group of all ranks of a mesh of several axes. Seen on 2.11, 2.13, 2.15."""
     return mesh._flatten().get_group()
-
-
-def quiet_redistribution() -> None:
-    """No warning about every collective over two axes of a mesh: norms and checkpoints need them. Seen on 2.11, 2.13, 2.15."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def release_ddp(model: DistributedDataParallel) -> None:

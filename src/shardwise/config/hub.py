@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from shardwise.config.commands import command
 from shardwise.config.schema import Block, Config
 from shardwise.errors import ConfigError
 
@@ -62,7 +63,7 @@ def use_fetched(config: AnyConfig) -> AnyConfig:
             raise ConfigError(
                 f"offline: true, but {hub.key}: {hub.name} is not in {config.fetch_dir} ({place} is "
                 f"{'empty' if place.is_dir() else 'missing'}), and there is no folder of that name. Where there is internet, "
-                "run:  shardwise fetch CONFIG"
+                f"run:  {command('fetch', *(config.source.words if config.source else ['CONFIG']))}"
             )
         block, field = hub.key.split(".")
         changed = getattr(config, block).model_copy(update={field: str(place)})

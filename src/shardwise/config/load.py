@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError, create_model
 
+from shardwise.config.commands import ConfigSource
 from shardwise.config.explain import explain
 from shardwise.config.hub import use_fetched
 from shardwise.config.registry import BUILT_IN, known, load, lookup, nearest
@@ -24,7 +25,7 @@ OWN = "own"
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, apply `a.b=c` overrides, and check every key."""
-    file = Path(path)
+    file = Path(path).expanduser()
     if not file.is_file():
         near = sorted(str(other) for other in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
         hint = f" In that folder: {', '.join(near[:5])}." if near else ""
@@ -33,7 +34,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{file} is not a text file") from None
-    return parse_config(text, overrides, where=str(file), name=file.stem, beside=file.resolve().parent)
+    config = parse_config(text, overrides, where=str(file), name=file.stem, beside=file.resolve().parent)
+    return config.read_from(ConfigSource(str(file), tuple(overrides)))
 
 
 def parse_config(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,12 +16,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     SerializeAsAny,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from shardwise.config.commands import ConfigSource
 from shardwise.config.registry import ALONE, BUILT_IN, TOGETHER, Group, known, lookup, nearest
 
 Precision = Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-mixed"]
@@ -398,6 +400,16 @@ class Config(Block):
     tokenizer: SerializeAsAny[Block] = Field(default_factory=Block, description="How samples become numbers.")
     model: SerializeAsAny[Block] = Field(default_factory=Block, description="What is trained.")
     training: Training = Field(default_factory=Training, description="How it is trained; the same for every task.")
+    _source: ConfigSource | None = PrivateAttr(None)
+
+    @property
+    def source(self) -> ConfigSource | None:
+        """The file and the overrides that it was read from; None: it was made otherwise."""
+        return self._source
+
+    def read_from(self, source: ConfigSource | None) -> Self:
+        self._source = source
+        return self
 
     @property
     def run_folder(self) -> str:

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from shardwise.config import Training
+from shardwise.config.registry import nearest
 from shardwise.config.seeds import Purpose
 from shardwise.data import StepBatch
 from shardwise.data.loader import MicroBatch
 from shardwise.data.seeding import all_generators_kept, seed_everything
 from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.tasks import Loss, Rows
+from shardwise.tasks import Loss, Rows, Task
 from shardwise.watch.heartbeats import Phase, beat
 
 Results = Mapping[str, Loss | Rows]
@@ -64,11 +66,30 @@ def run_evaluation(
                             "not a Loss(sum, count) or Rows(keys, columns)"
                         )
                 seen(micro, results)
-    metrics = _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
-    monitor = parts.config.training.monitor
-    if monitor not in metrics:
-        raise ConfigError(f"training.monitor: {monitor!r} is not a metric of this task; there is {', '.join(metrics)}")
-    return metrics
+    return _averages(parts, sums, counts) | _studied(parts, rows, pictures, step)
+
+
+def check_monitor(task: Task, training: Training) -> None:
+    """Before the run, as far as the task says what its evaluation gives. Where it does not, the first evaluation shows it."""
+    known = _defines(task, "metric_names")
+    if any(_defines(task, name) < known for name in ("evaluate", "study", "derived_metrics")):
+        return
+    if (unknown := unknown_monitor(training.monitor, task.metric_names())) is not None:
+        raise ConfigError(unknown)
+
+
+def _defines(task: Task, method: str) -> int:
+    """Which class does, counted from the task's own upwards."""
+    return next(place for place, each in enumerate(type(task).__mro__) if method in vars(each))
+
+
+def unknown_monitor(monitor: str, names: Collection[str]) -> str | None:
+    """What is wrong with it, if it is none of these names."""
+    if monitor in names:
+        return None
+    near = nearest(monitor, names)
+    hint = f". Nearest: {near}" if near else ""
+    return f"training.monitor: {monitor!r} is not a metric of this task; there is {', '.join(names)}{hint}"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from shardwise.config import Config
+from shardwise.config.commands import to_start_anew
 from shardwise.engine.batch_size import found_before
 from shardwise.engine.monitor import FitResult, Monitor
 from shardwise.engine.session import Session
@@ -14,7 +15,7 @@ from shardwise.engine.shutdown import Stop, Stopped
 from shardwise.errors import CheckpointError
 from shardwise.watch.console import Console
 from shardwise.watch.heartbeats import Phase, beat
-from shardwise.watch.run_folder import RunFolder, user_command
+from shardwise.watch.run_folder import RunFolder
 
 STATE = 3
 """A checkpoint holds this many times the bytes of the weights: them, and two moments of each."""
@@ -45,7 +46,7 @@ def fit(
             lambda: folder.claim(
                 resume=resume is not None,
                 fresh=fresh,
-                command=user_command(),
+                training=config.training,
                 checkpoints=Path(config.checkpoint_folder),
             )
         )
@@ -98,7 +99,7 @@ def _refuse_if_lost(session: Session, folder: RunFolder, which: str | None) -> N
     if before is not None and not store.every() and not store.has_damaged():
         raise CheckpointError(
             f"this run had a checkpoint of step {before}, and there is none in {store.folder} now. Is the storage there? "
-            "`--fresh` starts anew and keeps what is left of the old run beside"
+            + to_start_anew(store.folder)
         )
 
 
@@ -116,7 +117,8 @@ def _train(session: Session, monitor: Monitor, stop: Stop) -> bool:
         _save(session, monitor, None)
     metrics = None
     began = time.monotonic()
-    for batch in session.batches():
+    # Where nothing is left to do, the summary says so.
+    for batch in session.batches() if session.steps_done < session.total_steps else ():
         result = session.step(batch)
         if result.stopped:
             return _leave(session)

@@ -12,6 +12,7 @@ from typing import Any
 
 from shardwise.checkpoint import Written
 from shardwise.compat.versions import untested_version
+from shardwise.config.commands import FRESH, RESUME, command, takes_machines, twice_as_long, user_command
 from shardwise.data import StepBatch
 from shardwise.engine.observers import Observer
 from shardwise.engine.run import Run
@@ -20,7 +21,7 @@ from shardwise.engine.step_result import StepResult
 from shardwise.parallel.recipe import has_batch_norm, has_synced_batch_norm
 from shardwise.watch.console import Console
 from shardwise.watch.rates import Rates, clock, device_name, memory, peak_flops, short
-from shardwise.watch.run_folder import RunFolder, user_command
+from shardwise.watch.run_folder import RunFolder, unused_folder
 from shardwise.watch.stragglers import Pace, Stragglers, Window
 from shardwise.watch.trackers import Tracker, open_trackers
 
@@ -63,7 +64,7 @@ class Monitor(Observer):
 
     def begin(self, resumed: Path | None, *, resuming: bool) -> None:
         session, batching = self.session, self.session.batching
-        if resuming:  # from the beginning, where there was no checkpoint yet
+        if resuming or self.folder.begins_anew:  # from the beginning, where there was no checkpoint yet
             self.folder.forget_after(session.steps_done if resumed else -1)
         changes: list[str] = []
         if session.world.is_first:
@@ -104,8 +105,6 @@ class Monitor(Observer):
             if session.extra_state_lost:
                 self.console.warn(session.strategy.extra_state_lost)
             self._recall()
-            if session.steps_done >= session.total_steps:
-                self.console.say("this run is finished; a larger training.max_epochs or max_steps makes it go on")
         self.rates.began = time.perf_counter()
 
     def after_step(self, run: Run, batch: StepBatch, result: StepResult) -> None:
@@ -215,11 +214,15 @@ class Monitor(Observer):
         return FitResult(self.folder.path, self.session.steps_done, stopped, self.before, self.after)
 
     def _goodbye(self) -> str:
-        return f"stopped before step {self.session.steps_done + 1}. Go on with:  {user_command()} --resume auto"
+        return f"stopped before step {self.session.steps_done + 1}. Go on with:  {user_command(RESUME, 'auto')}"
 
     def _summary(self) -> str:
-        training = self.session.config.training
-        lines = ["", f"done: {self.session.steps_done} steps, {short(self.rates.average_samples())} samples/s"]
+        session = self.session
+        before = session.resumed_from.step if session.resumed_from else 0
+        if session.steps_done > before:
+            lines = ["", f"done: {session.steps_done} steps, {short(self.rates.average_samples())} samples/s"]
+        else:
+            lines = ["", f"nothing was left to do: this run has made all of its {session.total_steps} steps"]
         if self.first_loss is not None and self.last_loss is not None:
             lines.append(f"  {'training loss':<22} {self.first_loss:.4g} → {self.last_loss:.4g}")
         for name, value in self.after.items():
@@ -230,13 +233,25 @@ class Monitor(Observer):
             lines.append(f"  {'skipped steps':<22} {self.session.skipped_steps}")
         for what, how_much in self.session.strategy.summary(self._idle, self._computing):
             lines.append(f"  {what:<22} {how_much}")
-        lines += [
-            f"  {'run folder':<22} {self.folder.path}",
-            "next:",
-            f"  shardwise export {self.folder.path} --to model/     weights for use elsewhere",
-            f"  {user_command()} --fresh --set training.max_epochs={2 * training.max_epochs}     longer; any key can be set so",
-        ]
+        lines += [f"  {'run folder':<22} {self.folder.path}", "next:"]
+        for what, line in self._next():
+            lines += [f"  {what}:", f"    {line}"]
         return "\n".join(lines)
+
+    def _next(self) -> Iterator[tuple[str, str]]:
+        """What to do now, and the command that does it: it stands on a line of its own, to be copied."""
+        config = self.session.config
+        own_code = ":" in config.task  # export imports it at the word of a config only, not of a run folder
+        if not own_code or config.source is not None:
+            trusted = ["--config", *config.source.words] if own_code and config.source is not None else []
+            yield (
+                "weights for use elsewhere",
+                command("export", self.folder.path, "--to", unused_folder(Path("model")), *trusted),
+            )
+        longer = twice_as_long(config.training)
+        yield "go on for as long again", user_command(*([] if takes_machines() else [RESUME, "auto"]), *longer)
+        if not takes_machines():
+            yield "start anew, twice as long; any key can be set so", user_command(FRESH, *longer)
 
     def _line(self, step: int, record: dict[str, Any]) -> str:
         total = self.session.total_steps
@@ -297,10 +312,9 @@ class Monitor(Observer):
             else f"data.num_workers is {data.num_workers}: raise it while there are idle cores (here {os.cpu_count()}), or "
             "read less per sample"
         )
-        self.console.warn(
-            f"step {step}: {share:.0%} of the time is spent waiting for data. {remedy}. "
-            "`shardwise bench data CONFIG` measures which part is slow"
-        )
+        source = self.session.config.source
+        measured = "" if source is None else f". Which part is slow:  {command('bench', 'data', *source.words)}"
+        self.console.warn(f"step {step}: {share:.0%} of the time is spent waiting for data. {remedy}{measured}")
 
     def _track(self, step: int, values: dict[str, float]) -> None:
         for tracker in self.trackers:

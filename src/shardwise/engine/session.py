@@ -26,8 +26,10 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Written
+from shardwise.compat.quiet import quiet_pytorch
 from shardwise.compat.tensors import tree_map_only
 from shardwise.config import Batching, Config, load_config, resolve_learning_rate, with_batch_size
+from shardwise.config.commands import to_start_anew
 from shardwise.config.seeds import Purpose
 from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepBatch, StepLoader
 from shardwise.data.loader import MicroBatch
@@ -37,7 +39,7 @@ from shardwise.engine.batch_plan import BatchPlan, needs_group
 from shardwise.engine.batch_size import find_batch_size
 from shardwise.engine.build import build_parts
 from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse_another_run, rehearse
-from shardwise.engine.evaluate import run_evaluation
+from shardwise.engine.evaluate import check_monitor, run_evaluation, unknown_monitor
 from shardwise.engine.garbage import gc_frozen
 from shardwise.engine.graphs import Graphs
 from shardwise.engine.loss_guard import nonfinite_before
@@ -53,7 +55,7 @@ from shardwise.engine.state import RunState, position_of
 from shardwise.engine.step import run_step
 from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
 from shardwise.tasks import Loss, Rows, Task
 from shardwise.watch.heartbeats import Phase, beat
@@ -67,6 +69,7 @@ class Session:
     ) -> None:
         """`elastic`: the number of ranks is whatever there is, and the global batch need not divide by it. `observers`: see
         engine/observers.py."""
+        quiet_pytorch()
         self.startup = StartupTimer()
         self.observers = all_observers(observers)
         config = config if isinstance(config, Config) else load_config(config)
@@ -94,7 +97,7 @@ class Session:
         self.checkpoints = Checkpoints(store, self.world, config.training)
         self.checkpoints.on_written = self._written
         self._pending = PendingStep()
-        self._went_back = False
+        self._went_back = self._said_of_monitor = False
         self._parts: Parts | None = None
         self._valid_loader: StepLoader | None = None
         self.startup.lap("rendezvous")
@@ -222,6 +225,7 @@ class Session:
         check_data(self.train_data, self.valid_data, self.world)
         if not self._rehearsals:  # they are about the ranks, and would tell it many times
             self.world.on_first(self._check_overlap)
+        check_monitor(self.task, self.config.training)
         self.startup.lap("data")
 
     def _check_overlap(self) -> None:
@@ -282,6 +286,8 @@ class Session:
         """This rank's share of each global batch, from the cursor to the end of the run."""
         for rehearsal in self._rehearsals:
             rehearsal.before_first_batch(self)
+        if self.resumed_from is not None and self.steps_done >= self.total_steps:
+            self._say_that_it_is_finished(self.resumed_from.step)
         with gc_frozen():
             while self.steps_done < self.total_steps:
                 self._went_back = False
@@ -296,6 +302,17 @@ class Session:
                     beat(Phase.DATA, self.steps_done + 1)
                 else:
                     return
+
+    def _say_that_it_is_finished(self, resumed_at: int) -> None:
+        """A loop that is begun again after its last step, which would end without a word."""
+        if self.steps_done > resumed_at or not self.world.is_first:
+            return
+        training = self.config.training
+        steps = "" if training.max_steps is None else f" and training.max_steps (now {training.max_steps})"
+        log.warning(
+            f"nothing is left to do: all {self.steps_done} steps of this run are made. A larger training.max_epochs "
+            f"(now {training.max_epochs}){steps} makes it go on. {to_start_anew(self.checkpoints.store.folder)}"
+        )
 
     def first_inputs(self) -> Any:
         """Of this rank's next micro-batch: for a look at what the model does. Read as the loop reads, so that files are opened
@@ -404,6 +421,8 @@ class Session:
                 stop=self._stopping,
                 seen=self._batch_evaluated,
             )
+        if metrics is not None:
+            self._look_for_monitor(metrics)
         for observer in self.observers if metrics is not None else ():
             observer.evaluated(self, metrics or {})
         return metrics
@@ -411,6 +430,15 @@ class Session:
     def _batch_evaluated(self, micro: MicroBatch, results: Mapping[str, Loss | Rows]) -> None:
         for observer in self.observers:
             observer.batch_evaluated(self, micro, results)
+
+    def _look_for_monitor(self, metrics: dict[str, float]) -> None:
+        """Before the first step a wrong name ends the run. After it, what was trained by then must not be lost for a name."""
+        unknown = unknown_monitor(self.config.training.monitor, metrics)
+        if unknown is not None and not self.steps_done:
+            raise ConfigError(unknown)
+        if unknown is not None and not self._said_of_monitor and self.world.is_first:
+            log.warning(f"{unknown}. Training goes on; while there is none, no checkpoint counts as the best")
+        self._said_of_monitor |= unknown is not None
 
     def _valid_batches(self, data: Any) -> StepLoader:
         if self._valid_loader is None:

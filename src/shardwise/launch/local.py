@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from torch.distributed.launcher.api import LaunchConfig
 
 from shardwise.config import Config
+from shardwise.config.commands import RESUME, user_command
 from shardwise.errors import LaunchError
 from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
@@ -144,7 +145,9 @@ def _error(agent: Agent) -> LaunchError:
             # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
             return LaunchError(error.message)
         return LaunchError(f"rank {error.rank} failed:\n{error.trace}{_because(agent)}")
-    return LaunchError(f"{verdict.sentence}{_because(agent)}.\n  Go on from the last checkpoint with --resume auto")
+    return LaunchError(
+        f"{verdict.sentence}{_because(agent)}.\n  Go on from the last checkpoint:  {user_command(RESUME, 'auto')}"
+    )
 
 
 def _because(agent: Agent) -> str:

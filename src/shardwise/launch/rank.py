@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.compat.quiet import quiet_pytorch
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import ATTEMPT
 from shardwise.launch.server import die_with, unblock_stop_signals
@@ -31,6 +32,7 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
     unblock_stop_signals()
     os.environ[ATTEMPT] = str(attempt)
     follow_log_level()
+    quiet_pytorch()
     rank = int(os.environ["RANK"])
     with watched(Path(beats), rank, int(os.environ["WORLD_SIZE"])):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,11 @@ class Task(ABC):
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics that follow from the averaged ones, such as perplexity."""
         return {}
+
+    def metric_names(self) -> Collection[str]:
+        """Every name that an evaluation may have, so that training.monitor is checked before a run. Asked after prepare_data.
+        A class that overrides `evaluate`, `study` or `derived_metrics` below it is not held to them."""
+        return ("loss",)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks: units of sharding and of activation checkpointing. Default: the longest ModuleList."""

@@ -152,7 +152,7 @@ class Recorder(Rehearsal):
     def _follow(self, run: Run, folder: Path) -> None:
         """Weights, moments and running buffers of the other run, as they were before this step."""
         path = folder / "checkpoints" / f"step-{run.steps_done:08d}"
-        found = run.checkpoints.load(run.parts, str(path))
+        found = run.checkpoints.load(run.parts, str(path), run.state.labels)
         scale = found[1].scaler if found else None
         if scale and run.parts.scaler.is_enabled():
             run.parts.scaler.load_state_dict(scale)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import platform
-import shlex
+import re
 import shutil
 import sys
 import time
@@ -18,12 +17,16 @@ import torch
 import yaml
 
 import shardwise
-from shardwise.config import Config
+from shardwise.config import Config, Training
+from shardwise.config.commands import FRESH, RESUME, twice_as_long, user_command
+from shardwise.config.secrets import without_secrets
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
-from shardwise.watch.secrets import without_secrets
 
 log = logging.getLogger(__name__)
+
+_CHECKPOINT = re.compile(r"(\.replaced-|damaged-)?step-\d{8,}(-\d+)?")
+"""Folders that hold a checkpoint of this run, or what is left of one. A superseded one is of a run before it."""
 
 
 class RunFolder:
@@ -39,6 +42,8 @@ class RunFolder:
         """Where the run went that lay here before."""
         self._made: list[Path] = []
         """Folders that were not there, the innermost first."""
+        self.begins_anew = False
+        """Here lies a start that came to no step: what it has measured is measured again."""
 
     @property
     def rank_file(self) -> Path:
@@ -48,7 +53,7 @@ class RunFolder:
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def claim(self, *, resume: bool, fresh: bool, command: str, checkpoints: Path | None = None) -> str | None:
+    def claim(self, *, resume: bool, fresh: bool, training: Training, checkpoints: Path | None = None) -> str | None:
         """Rank 0, before anything else: make the folder, or say why not. Returns a notice for the user, if any.
 
         `checkpoints`: their folder, which is held too where it lies elsewhere.
@@ -57,15 +62,16 @@ class RunFolder:
         if self.path.is_dir():
             self._lock = lock_folder(self.path)
         if (self.path / "run.json").exists() and not resume:
-            if not fresh:
-                raise LaunchError(
-                    f"{self.path} already holds a run. Go on with it:  {command} --resume auto\n"
-                    f"  or start anew and keep the old one beside:  {command} --fresh"
-                )
-            aside = next(p for n in range(1, 10_000) if not (p := Path(f"{self.path}-{n}")).exists())
-            self.path.rename(aside)
-            self._aside = aside
-            notice = f"the earlier run was moved to {aside}"
+            if not self._has_begun(checkpoints):
+                # In the same folder, and not beside it: whoever mends a mistake step by step would get a folder for each.
+                self.begins_anew = True
+                logs = self.path / "ranks"
+                kept = f"; what its ranks said stays in {logs}" if any(logs.glob("*.log")) else ""
+                notice = f"the start that lies in {self.path} came to no step: this run takes its place{kept}"
+            elif not fresh:
+                raise LaunchError(self._already_holds_a_run(training))
+            else:
+                notice = f"the earlier run was moved to {self._move_aside()}"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
@@ -81,6 +87,57 @@ class RunFolder:
                 raise LaunchError(f"the checkpoint folder {checkpoints} cannot be made: {error.strerror}") from None
             self._lock_elsewhere = lock_folder(checkpoints)
         return notice
+
+    def _move_aside(self) -> Path:
+        aside = next(p for n in range(1, 10_000) if not (p := Path(f"{self.path}-{n}")).exists())
+        self.path.rename(aside)
+        self._aside = aside
+        return aside
+
+    def _has_begun(self, checkpoints: Path | None) -> bool:
+        """Whether the run that lies here has made a step or put a checkpoint in place: of its first step, every rank tells."""
+        for file in (self.metrics_file, *(self.path / "ranks").glob("rank-*.jsonl")):
+            if file.exists() and any(_is_progress(line) for line in file.read_text().splitlines()):
+                return True
+        before = self._config_before().get("training")
+        elsewhere = before.get("checkpoint_dir") if isinstance(before, dict) else None
+        folders = [self.path / "checkpoints", checkpoints, Path(elsewhere) if elsewhere else None]
+        return any(
+            _CHECKPOINT.fullmatch(each.name)
+            for folder in folders
+            if folder is not None and folder.is_dir()
+            for each in folder.iterdir()
+        )
+
+    def _already_holds_a_run(self, training: Training) -> str:
+        anew = f"start anew and keep the old one beside:  {user_command(FRESH)}"
+        made = self._steps_if_finished()
+        before = self._config_before().get("training")
+        lengths = ("max_epochs", "max_steps")
+        if made is None or not isinstance(before, dict) or any(before.get(k) != getattr(training, k) for k in lengths):
+            return f"{self.path} already holds a run. Go on with it:  {user_command(RESUME, 'auto')}\n  or {anew}"
+        longer = user_command(RESUME, "auto", *twice_as_long(training))
+        return (
+            f"{self.path} already holds a run, and it is finished: all of its {made} steps are made. Go on for as long again:  "
+            f"{longer}\n  or {anew}"
+        )
+
+    def _steps_if_finished(self) -> int | None:
+        """How many the run has made, if those are all."""
+        try:
+            total = int(json.loads((self.path / "run.json").read_text())["total_steps"])
+            made = max(int(record["step"]) for record in self.metrics())
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return made if made >= total else None
+
+    def _config_before(self) -> dict[str, Any]:
+        """Of the run that lies here, as it was written down."""
+        try:
+            values = yaml.safe_load((self.path / "config.yaml").read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return values if isinstance(values, dict) else {}
 
     def had_checkpoint(self) -> int | None:
         """The step of the newest checkpoint that this run has put in place, as its own log has it."""
@@ -111,9 +168,8 @@ class RunFolder:
     def changes_to(self, config: Config) -> list[str]:
         """What the config of the run that lies here said otherwise. That config is kept beside the new one."""
         file = self.path / "config.yaml"
-        try:
-            before, now = _flat(yaml.safe_load(file.read_text())), _flat(config.model_dump(mode="json"))
-        except (OSError, yaml.YAMLError):
+        before, now = _flat(self._config_before()), _flat(config.model_dump(mode="json"))
+        if not self._config_before():
             return []
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if changed:
@@ -212,19 +268,19 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def user_command() -> str:
-    """How the user called the program, to show what to type next."""
-    program = Path(sys.argv[0]).name
-    words = ["shardwise" if program in ("shardwise", "__main__.py") else f"python {os.path.relpath(sys.argv[0])}"]
-    skip_next = False
-    for word in without_secrets(sys.argv[1:]):
-        if skip_next or word == "--fresh" or word.startswith("--resume="):
-            skip_next = False
-        elif word == "--resume":
-            skip_next = True
-        else:
-            words.append(shlex.quote(word))
-    return " ".join(words)
+def _is_progress(line: str) -> bool:
+    """Whether a line of a run's log tells of a step, or of a checkpoint, of which there may be one before the first step."""
+    try:
+        record = json.loads(line)
+        return int(record["step"]) > 0 or ("checkpoint" in record and not record.get("problem"))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def unused_folder(path: Path) -> Path:
+    """This one, or one of this name and a number, that is not there yet."""
+    every = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 10_000)))
+    return next(each for each in every if not each.exists())
 
 
 def _step_of(line: str) -> int:

@@ -9,7 +9,6 @@ from typing import Literal
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from shardwise.compat.distributed import quiet_redistribution
 from shardwise.config.schema import Tensor as Options
 from shardwise.errors import ConfigError
 from shardwise.parallel.advice import Question, Suggestion
@@ -62,7 +61,6 @@ class TensorParallel(FullyShardedDataParallel):
                 "strategy tensor: this task or model does not say how its matrices are split (Task.tensor_plan). The nearest "
                 "that works is strategy: fsdp, which splits any model"
             )
-        quiet_redistribution()
         parallelize_module(shape, self.layout.mesh["tensor"], dict(styles))
 
     @property

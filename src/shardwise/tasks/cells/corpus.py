@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 import shardwise
+from shardwise.config.commands import command
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells.check import scales_of
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
@@ -139,5 +140,6 @@ def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
         wanted = ", ".join(f"{key}: {json.dumps(asked[key])}" for key in other)
         raise ConfigError(
             f"data: the sharded copy {options.paths[0]} was made with {made}, and has that fixed, but the config says {wanted}. "
-            f"Leave {', '.join(other)} out, or make another copy from the h5ad files: shardwise data shard CONFIG --to FOLDER"
+            f"Leave {', '.join(other)} out, or make another copy from the h5ad files:  "
+            + command("data", "shard", "CONFIG", "--to", "FOLDER")
         )

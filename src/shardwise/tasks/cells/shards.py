@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from shardwise.config.commands import command
 from shardwise.data.manifest import problems_of, read_manifest
 from shardwise.errors import DataError
 from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows
@@ -93,7 +94,7 @@ class _Shard:
             )
         except (OSError, KeyError, pa.ArrowException) as error:
             raise DataError(
-                f"{file} cannot be read: {error}. `shardwise data verify` tells which files are whole"
+                f"{file} cannot be read: {error}. Which files are whole:  {command('data', 'verify', file.parent)}"
             ) from None
 
     def read(self, first: int, last: int) -> SparseRows:
@@ -110,7 +111,8 @@ def open_shards(folder: Path) -> ShardedCopy:
         )
     if not folder.is_dir():
         raise DataError(
-            f"there is no folder {folder}. `shardwise data shard CONFIG --to {folder}` makes one from h5ad files"
+            f"there is no folder {folder}. With a CONFIG that names h5ad files:  "
+            f"{command('data', 'shard', 'CONFIG', '--to', folder)}"
         )
     problems = problems_of(folder, contents=False)
     if problems:

@@ -171,6 +171,10 @@ class CellsTask(Task):
             return {}
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
 
+    def metric_names(self) -> tuple[str, ...]:
+        continuous = self._tokens.strategy == "continuous_projection"
+        return "loss", "knn_agreement", *(("masked_error",) if continuous else ("masked_accuracy", "perplexity"))
+
     def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
         cells = rows["cells"].columns
         known = torch.nonzero(cells["label"] >= 0).flatten()

@@ -173,6 +173,9 @@ class ChessTask(Task):
     def derived_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         return {"perplexity": math.exp(min(metrics["loss"], 700.0))}
 
+    def metric_names(self) -> tuple[str, ...]:
+        return "loss", "next_move_accuracy", "legal_move_share", "perplexity"
+
     def flops_per_count(self, model: nn.Module) -> float:
         """6 × parameters without the input embedding + 12 × layers × hidden × mean length of the games, per token."""
         config: Any = model.config

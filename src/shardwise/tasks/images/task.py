@@ -134,6 +134,9 @@ class ImagesTask(Task):
         metrics = {"loss": _cross_entropy(logits, labels), "accuracy": _hits(logits, labels, 1)}
         return metrics | ({"top5_accuracy": _hits(logits, labels, 5)} if len(self.classes) > 5 else {})
 
+    def metric_names(self) -> tuple[str, ...]:
+        return "loss", "accuracy", *(("top5_accuracy",) if len(self.classes) > 5 else ())
+
     def flops_per_count(self, model: nn.Module) -> float | None:
         """3 × the forward operations of one image, as torch.utils.flop_counter counts them (a multiply-add is two)."""
         with torch.device("meta"):

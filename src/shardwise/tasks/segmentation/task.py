@@ -212,6 +212,9 @@ class SegmentationTask(Task):
         found = [metrics[metric_name(name)] for name in self.classes[1:] if metric_name(name) in metrics]
         return {"dice": sum(found) / len(found) if found else math.nan}
 
+    def metric_names(self) -> tuple[str, ...]:
+        return "loss", "dice", *(metric_name(name) for name in self.classes[1:])
+
     def study(self, rows: dict[str, Rows], pictures: Path, step: int) -> dict[str, float]:
         names = [subject.name for subject in self.subjects.valid]
         draw_overlays(rows["overlays"], names, self.classes, pictures / f"step-{step:08d}-overlays.png", step)
