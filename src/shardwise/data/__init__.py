@@ -3,7 +3,16 @@
 Knows nothing of models, strategies or tasks.
 """
 
-from shardwise.data.loader import BatchedSamples, MicroBatch, Reader, Samples, StepBatch, StepLoader
+from shardwise.data.loader import (
+    BatchedSamples,
+    MicroBatch,
+    Reader,
+    Repeated,
+    Samples,
+    StepBatch,
+    StepLoader,
+    read_beside,
+)
 from shardwise.data.order import Cursor, GlobalOrder, shares
 
 __all__ = [
@@ -12,8 +21,10 @@ __all__ = [
     "GlobalOrder",
     "MicroBatch",
     "Reader",
+    "Repeated",
     "Samples",
     "StepBatch",
     "StepLoader",
+    "read_beside",
     "shares",
 ]
