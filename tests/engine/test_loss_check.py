@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from shardwise import BatchedSamples, Loss, Session, Task
 from shardwise.config import parse_config
-from shardwise.engine.loss_check import DRAWS, Finding, Pair, examine_loss, judge
+from shardwise.engine.loss_check import ROUNDS, Finding, Pair, examine_loss, judge
 from shardwise.errors import NoSum
 
 CONFIG = (
@@ -302,7 +302,7 @@ def test_a_sum_that_draws_random_numbers_is_never_refused(in_tmp: Path, size: in
 def test_a_mean_that_draws_random_numbers_is_found(in_tmp: Path) -> None:
     for loss, model in ((diffusion(mean=True), Denoiser), (variational(mean=True), Encoder)):
         found = finding(in_tmp, loss, size=40, model=model)
-        assert found.kind == "mean" and f"averages of {DRAWS}, for it draws random numbers" in found.said
+        assert found.kind == "mean" and "it is another one every time)" in found.said
 
 
 def hidden(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -567,7 +567,7 @@ def test_a_module_beside_the_model_is_asked_in_evaluation_mode_too(in_tmp: Path)
 
     class Judged(Points):
         def build_model(self) -> nn.Module:
-            self.judge = network(nn.BatchNorm1d(16))
+            self.judge = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
             return super().build_model()
 
         def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -667,26 +667,28 @@ def test_what_cannot_be_told_is_logged_for_who_looks(in_tmp: Path, caplog: pytes
 # ---------------------------------------------------------------- what follows from the answers
 
 
-def random_pairs(seed: int, *, mean: bool, samples: int, spread: float) -> list[Pair]:
-    """Losses of samples that are drawn anew each time, all above zero, some far above."""
-    generator = np.random.default_rng(seed)
-    pairs = []
-    for _ in range(DRAWS):
-        once, twice = (generator.lognormal(0, spread, number) for number in (samples, 2 * samples))
-        total = np.mean if mean else np.sum
-        pairs.append(Pair(float(total(once)), samples, float(total(twice)), 2 * samples))
-    return pairs
+def found_in_noise(seed: int, *, mean: bool, samples: int, spread: float) -> str:
+    """Of losses of samples that are drawn anew each time, all above zero, some far above."""
+    generator, total = np.random.default_rng(seed), np.mean if mean else np.sum
+    pairs: list[Pair] = []
+    kind = "doubt"
+    for draws in ROUNDS:
+        while len(pairs) < draws:
+            once, twice = (float(total(generator.lognormal(0, spread, number))) for number in (samples, 2 * samples))
+            pairs.append(Pair(once, samples, twice, 2 * samples))
+        if kind == "doubt":
+            kind = judge(pairs, samples, (2 * samples, 2 * samples)).kind
+    return kind
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("spread", [0.02, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("samples", [1, 4, 64])
 def test_noise_makes_no_mean_of_a_sum(samples: int, spread: float) -> None:
-    for seed in range(2000):
-        pairs = random_pairs(seed, mean=False, samples=samples, spread=spread)
-        assert not judge(pairs, samples, (2 * samples, 2 * samples)).wrong
+    for seed in range(200):
+        assert found_in_noise(seed, mean=False, samples=samples, spread=spread) in ("sum", "unknown")
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.3])
-def test_a_mean_shows_through_noise(spread: float) -> None:
-    found = [judge(random_pairs(seed, mean=True, samples=16, spread=spread), 16, (32, 32)).kind for seed in range(200)]
-    assert found == ["mean"] * 200
+@pytest.mark.parametrize(("samples", "spread"), [(1, 0.02), (4, 0.3), (16, 0.5), (64, 1.0)])
+def test_a_mean_shows_through_noise(samples: int, spread: float) -> None:
+    for seed in range(200):
+        assert found_in_noise(seed, mean=True, samples=samples, spread=spread) == "mean"

@@ -52,12 +52,16 @@ TOLERANCE = 0.02
 fp32: 1e-5; products in TF32: 1e-3), a mean differs from a sum by half. A term of the loss that is smaller is not seen."""
 NARROW_TOLERANCE = 0.05
 """The same where numbers have eight or eleven binary digits: a micro-batch of another size may be multiplied in another order."""
-BEYOND_NOISE = 10.0
-"""So many times what a repetition changes must a difference be, to be one."""
-DRAWS = 8
-"""Repetitions of a loss that draws random numbers: then it takes statistics to tell a mean."""
+SAME = 1e-5
+"""A loss that is asked again with other random numbers is the same if it differs by less: it draws none. What is left is
+rounding, for the samples come in another order every other time."""
+ROUNDS = (1, 8, 24)
+"""How often a loss has been asked for by the end of each round. A sum needs the first alone. What is no sum must be the same
+eight times, for what is drawn may be the same by chance. If it is not, it takes statistics to tell a mean from a sum."""
+CLEARLY = 6.0
+"""So many standard errors must the averages of random draws be away from what they would be of a sum, to be those of a mean."""
 NEARLY = 0.2
-"""Among random draws, a mean must lie this near to what a mean would be, as a share of its distance to what a sum would be."""
+"""And so near to what they would be of a mean, as a share of that distance."""
 
 Kind = Literal["sum", "mean", "count", "depends", "doubt", "unknown"]
 
@@ -109,7 +113,7 @@ def examine_loss(parts: Parts, data: Any, batch: StepBatch, step: int) -> Findin
     trial, pairs, problem = _Trial(parts, data, batch.micro[0], step), [], ""
     mine = Finding("unknown")
     with _nothing_kept(parts):
-        for draws in (range(1), range(1, 2), range(2, DRAWS)):
+        for draws in map(range, (0, *ROUNDS), ROUNDS):
             inputs, unreadable = trial.inputs(draws)
             if parts.world.sum(bool(unreadable))[0]:  # those that could go on would wait for the others
                 return Finding("unknown", unreadable)
@@ -122,11 +126,11 @@ def examine_loss(parts: Parts, data: Any, batch: StepBatch, step: int) -> Findin
             if not parts.world.sum(mine.kind == "doubt")[0]:
                 break
     everyone = [Finding(**each) for each in parts.world.gather(asdict(mine))]
-    if any(
-        each.kind == "sum" for each in everyone
-    ):  # it is one on any rank: what others saw has to do with their samples
-        return Finding("sum")
-    return next((each for each in everyone if each.wrong), Finding("unknown", mine.said))
+    wrong = [each for each in everyone if each.wrong]
+    sums = [each for each in everyone if each.kind == "sum"]
+    if len(wrong) > len(sums):  # else, what some saw has to do with their samples
+        return wrong[0]
+    return Finding("sum") if sums else Finding("unknown", mine.said)
 
 
 # ---------------------------------------------------------------- what follows from the answers
@@ -143,32 +147,27 @@ def judge(pairs: Sequence[Pair], samples: int, whole: tuple[int, int] | None) ->
     if _is_rounding(first.once, first.once_count) or _is_rounding(first.twice, first.twice_count):
         return Finding("unknown", "the loss is zero")
     tolerance = NARROW_TOLERANCE if first.narrow else TOLERANCE
-    if first.twice_count == 2 * first.once_count and _apart(first.twice, 2 * first.once) <= tolerance:
-        return Finding("sum")
-    if len(pairs) < 2:
-        return Finding("doubt")
-    same_counts = len({(pair.once_count, pair.twice_count) for pair in pairs}) == 1
-    if same_counts and _noise(pairs) <= tolerance:
-        return _judge_repeatable(pairs, samples, whole, tolerance)
-    return Finding("doubt") if len(pairs) < DRAWS else _judge_random(pairs, samples)
+    is_sum = first.twice_count == 2 * first.once_count and _apart(first.twice, 2 * first.once) <= tolerance
+    if len(pairs) < ROUNDS[1]:
+        return Finding("sum" if is_sum else "doubt")
+    if not all(_is_same(pair, first) for pair in pairs):
+        return _judge_random(pairs, samples)
+    return Finding("sum") if is_sum else _judge_repeatable(first, samples, whole, tolerance)
 
 
-def _judge_repeatable(pairs: Sequence[Pair], samples: int, whole: tuple[int, int] | None, tolerance: float) -> Finding:
-    """Asked again with other random numbers, the loss was the same."""
-    first, noise = pairs[0], _noise(pairs)
-    same = max(tolerance, BEYOND_NOISE / 2 * noise)
+def _judge_repeatable(first: Pair, samples: int, whole: tuple[int, int] | None, tolerance: float) -> Finding:
+    """Asked again with other random numbers, the loss was the same, and it is no sum."""
     grown = first.twice_count / first.once_count
     if grown != 2:
         if grown == 1 and (whole is None or whole[0] <= samples or whole[1] != first.once_count):
             # collate may leave out what comes twice, or take one sample only.
             return Finding("unknown", "the count of samples that come twice is that of the same samples once")
-        if grown != 1 and _apart(first.twice, grown * first.once) <= same:
+        if grown != 1 and _apart(first.twice, grown * first.once) <= tolerance:
             return Finding("unknown", f"of samples that come twice, {grown:.3g} times as much is counted, and summed")
         return Finding("count", _seen(first, samples))
-    if _apart(first.twice, first.once) <= same:
+    if _apart(first.twice, first.once) <= tolerance:
         return Finding("mean", _seen(first, samples))
-    small = any(_is_rounding(*each, narrow=first.narrow) for each in _answers(first))
-    if small or _apart(first.twice, 2 * first.once) <= max(tolerance, BEYOND_NOISE * noise):
+    if any(_is_rounding(*each, narrow=first.narrow) for each in _answers(first)):
         return Finding("unknown", "the difference from a sum may be rounding")
     return Finding("depends", _seen(first, samples))
 
@@ -180,10 +179,15 @@ def _judge_random(pairs: Sequence[Pair], samples: int) -> Finding:
     spread = math.sqrt((statistics.variance(twice) + grown**2 * statistics.variance(once)) / len(pairs))
     to_mean = abs(statistics.fmean(twice) - statistics.fmean(once))
     to_sum = abs(statistics.fmean(twice) - grown * statistics.fmean(once))
-    if grown > 1.5 and to_mean <= NEARLY * to_sum and to_sum > BEYOND_NOISE * spread:
+    far, near = max(to_mean, to_sum), min(to_mean, to_sum)
+    if grown > 1.5 and near <= NEARLY * far and far > CLEARLY * spread:
+        if to_sum < to_mean:
+            return Finding("sum")
         averages = Pair(statistics.fmean(once), 0, statistics.fmean(twice), 0)
-        return Finding("mean", f"{_seen(averages, samples)} (averages of {len(pairs)}, for it draws random numbers)")
-    return Finding("unknown", "the loss draws random numbers")
+        return Finding(
+            "mean", f"{_seen(averages, samples)} (averages of {len(pairs)}, for it is another one every time)"
+        )
+    return Finding("doubt") if len(pairs) < ROUNDS[-1] else Finding("unknown", "the loss is another one every time")
 
 
 def _answers(pair: Pair) -> list[tuple[float, float]]:
@@ -195,10 +199,9 @@ def _apart(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-300)
 
 
-def _noise(pairs: Sequence[Pair]) -> float:
-    """How far repetitions are from the first."""
-    first = pairs[0]
-    return max(max(_apart(each.once, first.once), _apart(each.twice, first.twice)) for each in pairs)
+def _is_same(one: Pair, other: Pair) -> bool:
+    counts = (one.once_count, one.twice_count) == (other.once_count, other.twice_count)
+    return counts and _apart(one.once, other.once) <= SAME and _apart(one.twice, other.twice) <= SAME
 
 
 def _is_rounding(loss: float, count: float, *, narrow: bool = False) -> bool:
