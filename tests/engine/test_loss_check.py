@@ -74,7 +74,7 @@ def tokens(batch: Tensor) -> int:
     return int((batch[:, 1:] > 0).sum())
 
 
-TEXT = {"model": words, "data": texts(), "collate": padded, "count": tokens}
+TEXT: dict[str, Any] = {"model": words, "data": texts(), "collate": padded, "count": tokens}
 
 
 # ---------------------------------------------------------------- losses: sums, and the same as means
@@ -322,7 +322,7 @@ def hidden_tokens(reduction: str) -> LossFunction:
 
 @pytest.mark.parametrize("size", [1, 2, 8, 40])
 def test_what_collate_draws_is_no_fault_of_the_loss(in_tmp: Path, size: int) -> None:
-    hides = {
+    hides: dict[str, Any] = {
         "model": words,
         "data": texts(),
         "collate": hidden,
@@ -407,7 +407,7 @@ def popped(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "names": [sample["name"] for sample in samples],
         "none": None,
         "nested": (torch.stack([x for x, _ in inner]), {"y": torch.stack([y[0] for _, y in inner])}),
-        "records": [Record(sample["name"], *inner[0][:1], inner[0][1][0]) for sample in samples],
+        "records": [Record(sample["name"], inner[0][0], inner[0][1][0]) for sample in samples],
     }
 
 
@@ -434,7 +434,7 @@ def test_batches_of_dicts_tuples_strings_objects_and_none(in_tmp: Path) -> None:
         x, truth = batch["nested"]
         return Loss(F.cross_entropy(model(x), truth["y"], reduction=reduction), len(x))
 
-    nested = {"data": Fresh(), "collate": popped, "count": lambda batch: len(batch["names"])}
+    nested: dict[str, Any] = {"data": Fresh(), "collate": popped, "count": lambda batch: len(batch["names"])}
     for reduction in ("sum", "mean"):
         assert finding(in_tmp, partial(loss, reduction=reduction), **nested).kind == reduction
 
@@ -444,7 +444,12 @@ def test_packed_rows(in_tmp: Path) -> None:
         each = torch.cat([F.cross_entropy(model(text[:-1]), text[1:], reduction="none") for text in texts_of(batch)])
         return Loss(each.mean() if mean else each.sum(), len(each))
 
-    rows = {"model": words, "data": texts(), "collate": packed, "count": lambda row: len(row) - 1 - 2 * int(row[0])}
+    rows: dict[str, Any] = {
+        "model": words,
+        "data": texts(),
+        "collate": packed,
+        "count": lambda row: len(row) - 1 - 2 * int(row[0]),
+    }
     assert finding(in_tmp, partial(loss, mean=False), **rows).kind == "sum"
     assert finding(in_tmp, partial(loss, mean=True), **rows).kind == "mean"
 
@@ -528,11 +533,13 @@ class Custom(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = network(nn.BatchNorm1d(16), nn.Dropout(0.3))
-        self.layers[1].eval()
+        steady = nn.BatchNorm1d(16).eval()
+        self.layers = network(steady, nn.Dropout(0.3))
         self.frozen = nn.BatchNorm1d(6)
         self.frozen.eval()
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
+        self.last: Tensor
         self.register_buffer("last", torch.zeros(1))
         self.modes = 0
 
@@ -541,9 +548,14 @@ class Custom(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += len(x)
+        self.seen = self.seen.add_(len(x))
         self.last = x[0]
         return self.layers(self.frozen(x)) * (1 + random.random() * np.random.rand() * float(torch.rand(())) / 1e6)
+
+
+def numpy_state() -> list[int]:
+    state: Any = np.random.get_state(legacy=True)
+    return list(state[1])
 
 
 def test_modes_buffers_and_random_states_are_put_back(in_tmp: Path) -> None:
@@ -552,13 +564,13 @@ def test_modes_buffers_and_random_states_are_put_back(in_tmp: Path) -> None:
         batch = next(session.batches())
         modes, called, buffers = [each.training for each in model.modules()], model.modes, dict(model.named_buffers())
         values = {name: buffer.clone() for name, buffer in buffers.items()}
-        states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+        states = random.getstate(), numpy_state(), torch.get_rng_state().tolist()
         assert not all(modes)
         assert examine_loss(session.parts, session.train_data, batch, 1).kind == "sum"
         assert [each.training for each in model.modules()] == modes and model.modes == called
         for name, buffer in model.named_buffers():
             assert buffer is buffers[name] and torch.equal(buffer, values[name]), name
-        assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+        assert (random.getstate(), numpy_state(), torch.get_rng_state().tolist()) == states
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -577,11 +589,12 @@ def test_a_module_beside_the_model_is_asked_in_evaluation_mode_too(in_tmp: Path)
     with session_of(in_tmp) as session:
         session.prepare(Judged(session.config))
         batch = next(session.batches())
-        before = [buffer.clone() for buffer in session.task.judge.buffers()]
+        judge: nn.Module = vars(session.task)["judge"]
+        before = [buffer.clone() for buffer in judge.buffers()]
         assert examine_loss(session.parts, session.train_data, batch, 1).kind == "sum"
-        assert all(torch.equal(a, b) for a, b in zip(before, session.task.judge.buffers(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, judge.buffers(), strict=True))
         session.step(batch)
-        assert not all(torch.equal(a, b) for a, b in zip(before, session.task.judge.buffers(), strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(before, judge.buffers(), strict=True))
 
 
 class Points(Task):
