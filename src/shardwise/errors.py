@@ -39,6 +39,10 @@ class LossSpike(ShardwiseError):
     """The loss is far above what it was."""
 
 
+class NoSum(ShardwiseError):
+    """The loss is not a sum over samples, or its count not theirs."""
+
+
 class OutOfMemory(ShardwiseError):
     """A device has no room for what the run asks of it."""
 

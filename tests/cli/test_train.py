@@ -183,6 +183,16 @@ def test_a_second_ctrl_c_ends_a_long_step_at_once(tmp_path: Path) -> None:
     assert not alive
 
 
+def test_a_mean_in_place_of_a_sum_ends_the_job_once_with_the_line_to_write(tmp_path: Path) -> None:
+    text = RAGGED.format(task="", epochs=1).replace("tests.tasks:", "tests.distributed.test_loss_check:Mean")
+    (tmp_path / "ragged.yaml").write_text(text)
+    for ranks in ("1", "2"):
+        ended = shardwise(tmp_path, "train", "ragged.yaml", "--fresh", "--set", f"training.num_gpus={ranks}")
+        assert ended.returncode == 2 and "Traceback" not in ended.stderr
+        assert ended.stderr.count("error: step 1: the loss (Mean.loss, test_loss_check.py:") == 1
+        assert "\n      return Loss(sum=loss * count, count=count)\n" in ended.stderr
+
+
 def test_a_task_that_exits_is_named(tmp_path: Path) -> None:
     write(tmp_path, "Exits")
     done = shardwise(tmp_path, "train", "ragged.yaml")

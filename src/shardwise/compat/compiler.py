@@ -4,6 +4,9 @@ asked for."""
 from __future__ import annotations
 
 import importlib
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -33,6 +36,12 @@ def compile_backward_early() -> None:
 def compiled_frames() -> int:
     """How many functions have been compiled so far in this process. Seen on 2.11, 2.13, 2.15."""
     return int(torch._dynamo.utils.counters["frames"]["total"])
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """What is compiled runs as it is in here, and nothing is compiled. Where the compiler has not been imported, nothing is
+    compiled yet. Seen on 2.11, 2.13, 2.15."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def name_without_compiled(name: str) -> str:

@@ -4,7 +4,16 @@ whether training and validation share samples.
 Knows nothing of models, strategies or tasks.
 """
 
-from shardwise.data.loader import BatchedSamples, MicroBatch, Reader, Samples, StepBatch, StepLoader
+from shardwise.data.loader import (
+    BatchedSamples,
+    MicroBatch,
+    Reader,
+    Repeated,
+    Samples,
+    StepBatch,
+    StepLoader,
+    read_beside,
+)
 from shardwise.data.order import Cursor, GlobalOrder, shares
 from shardwise.data.overlap import Contents, SampleContents
 
@@ -15,9 +24,11 @@ __all__ = [
     "GlobalOrder",
     "MicroBatch",
     "Reader",
+    "Repeated",
     "SampleContents",
     "Samples",
     "StepBatch",
     "StepLoader",
+    "read_beside",
     "shares",
 ]

@@ -25,7 +25,7 @@ from shardwise.config.seeds import Purpose
 from shardwise.data.order import Cursor, GlobalOrder, Indices, cut
 from shardwise.data.seeding import generators_kept, seed_host
 from shardwise.data.tensor_bundle import TensorBundle, bundle, unbundle
-from shardwise.errors import DataError
+from shardwise.errors import DataError, one_line
 
 
 class Samples(Protocol):
@@ -150,6 +150,16 @@ class Work:
         return [self.ids[first:last] for first, last in itertools.pairwise(edges)]
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """Samples to be read beside the loop, so many times over. Of another `draw`, collate draws other random numbers."""
+
+    ids: Indices
+    times: int
+    epoch: int
+    draw: int = 0
+
+
 @dataclass
 class Loaded:
     """What it made of it."""
@@ -193,6 +203,14 @@ class Reader:
         loaded = self.read(Work(ids, (len(ids),), epoch))
         return self._joined(self._taken_apart(loaded.sizes, loaded.inputs))
 
+    def repeated(self, wanted: Repeated) -> Any:
+        """The inputs of one micro-batch of these samples."""
+        if not isinstance(self.samples, BatchedSamples):
+            return self._collated(self.samples, np.tile(wanted.ids, wanted.times).tolist(), wanted.epoch, wanted.draw)
+        # Joined, as what several workers read is: a file may not give the same row twice in one read.
+        work = Work(wanted.ids, (len(wanted.ids),), wanted.epoch)
+        return self._joined([self._batch(self.samples, work) for _ in range(wanted.times)])
+
     def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:
         """From what every worker made of its piece of each."""
         inputs = [self._taken_apart(piece.sizes, unbundle(piece.inputs)) for piece in pieces]
@@ -224,10 +242,10 @@ class Reader:
                 f"{len(work.ids)} samples of the {self.name} data, {work.ids[0]} first, cannot be read: {kind}: {error}"
             ) from error
 
-    def _collated(self, samples: Samples, ids: list[int], epoch: int) -> Any:
+    def _collated(self, samples: Samples, ids: list[int], epoch: int, draw: int = 0) -> Any:
         with generators_kept():
             read = [self._sample(samples, index, epoch) for index in ids]
-            seed_host(self.seed, Purpose.COLLATE, epoch, *ids)
+            seed_host(self.seed, Purpose.COLLATE, epoch, *ids, *([draw] if draw else []))
             return self.collate(read)
 
     def _sample(self, samples: Samples, index: int, epoch: int) -> Any:
@@ -371,6 +389,39 @@ class _Source(Dataset[Loaded | DataError]):
             return replace(loaded, inputs=bundle(loaded.inputs)) if get_worker_info() is not None else loaded
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
+
+
+def read_beside(reader: Reader, wanted: Sequence[Repeated], options: DataBlock) -> list[Any]:
+    """The inputs of a few micro-batches that the loop does not train on. Read by a worker where the loop has workers: a file that
+    this process opened would be shared by all that are forked from it later. A DataError if they cannot be made."""
+    workers = min(1, options.num_workers)
+    loader = DataLoader(
+        _Beside(reader, wanted),
+        batch_size=None,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        generator=torch.Generator(),
+    )
+    made = list(loader)
+    if problem := next((each for each in made if isinstance(each, DataError)), None):
+        raise problem
+    return [unbundle(each.inputs) for each in made]
+
+
+class _Beside(Dataset[Loaded | DataError]):
+    def __init__(self, reader: Reader, wanted: Sequence[Repeated]) -> None:
+        self.reader, self.wanted = reader, wanted
+
+    def __len__(self) -> int:
+        return len(self.wanted)
+
+    def __getitem__(self, index: int) -> Loaded | DataError:
+        try:
+            return Loaded((), [], bundle(self.reader.repeated(self.wanted[index])))
+        except DataError as error:
+            return error
+        except Exception as error:  # whatever a collate() of the user's raises that is given samples twice
+            return DataError(f"{type(error).__name__}: {one_line(error)}")
 
 
 def _moved_ahead(steps: Iterator[StepBatch], device: torch.device) -> Iterator[StepBatch]:

@@ -68,6 +68,9 @@ class Observer:
 class Rehearsal(Observer):
     """An observer that also decides what is trained: for proofs, which train the user's own program on a few chosen samples."""
 
+    checks_loss: bool = False
+    """Whether the first step asks if the loss is a sum (loss_check.py), as it does in every run that is not rehearsed."""
+
     def config(self, config: Config) -> Config:
         """Before anything is made of it."""
         return config

@@ -42,6 +42,7 @@ from shardwise.engine.checkpointing import Checkpoints, load_extra_state, refuse
 from shardwise.engine.evaluate import check_monitor, run_evaluation, unknown_monitor
 from shardwise.engine.garbage import gc_frozen
 from shardwise.engine.graphs import Graphs
+from shardwise.engine.loss_check import LossCheck
 from shardwise.engine.loss_guard import nonfinite_before
 from shardwise.engine.observers import Data, Observer, Rehearsal, all_observers
 from shardwise.engine.out_of_memory import memory_explained
@@ -190,23 +191,28 @@ class Session:
         valid: Any = None,
         collate: Callable[[list[Any]], Any] | None = None,
         count: Callable[[Any], int] | None = None,
+        loss_is_a_sum: bool = True,
     ) -> nn.Module:
         """Make everything ready for the first step.
 
         With no argument, the config's task is trained. With `model`, `data` and `loss`, your own are: the model built
-        on the CPU, a data set with a length, and a function from (model, batch) to a Loss.
+        on the CPU, a data set with a length, and a function from (model, batch) to a Loss. `loss_is_a_sum=False`: samples
+        are meant to interact in it, as in a contrastive loss, and the first step does not ask whether it is a sum over them.
         """
         with self._memory_explained("while the run was prepared"):
             self.task = task_for(self.config, task, model, data, loss, valid, collate, count)
             given: Data | None = None
             for rehearsal in self._rehearsals:
                 self.task, given = rehearsal.task(self, self.task)
+            self.task.loss_is_a_sum = self.task.loss_is_a_sum and loss_is_a_sum
             self._prepare_data(given)
             self._parts = build_parts(self.config, self.task, self.plan, self._build, self._trial(), self.total_steps)
             if self.plan.finds_batch_size:
                 self._find_batch_size()
             if (graphs := Graphs.of(self.parts, self.batching.accumulation)) is not None:
                 self.observers.append(graphs)
+            if self.task.loss_is_a_sum and all(each.checks_loss for each in self._rehearsals):
+                self.observers.append(LossCheck())
             self.checkpoints.open(self.parts)
             self._know_what_run_it_is()
             self.startup.lap("model")

@@ -67,7 +67,7 @@ class OwnTask(Task):
         count: Callable[[Any], int] | None = None,
     ) -> None:
         super().__init__(config)
-        self._model, self._data, self._loss, self._valid = model, data, loss, valid
+        self._model, self._data, self.loss_function, self._valid = model, data, loss, valid
         self._collate, self._count = collate or super().collate, count or super().count
 
     def train_data(self) -> Any:
@@ -80,7 +80,7 @@ class OwnTask(Task):
         return self._model
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        return self._loss(model, batch)
+        return self.loss_function(model, batch)
 
     def collate(self, samples: list[Any]) -> Any:
         return self._collate(samples)

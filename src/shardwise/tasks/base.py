@@ -49,6 +49,9 @@ class Task(ABC):
     one_size: bool = False
     """Whether all samples of training have one size: what is compiled is compiled for that size then, and may be recorded as
     CUDA graphs (training.cuda_graphs)."""
+    loss_is_a_sum: bool = True
+    """Whether the loss of a micro-batch is the sum of those of its samples: engine/loss_check.py asks before the first step. Not
+    where samples are meant to interact, as in a contrastive loss: batch size and ranks then change what is trained."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
     trained_labels: Sequence[str] = ()
