@@ -24,12 +24,15 @@ _HOMES = {
     "load_config": "shardwise.config",
     "hub_name": "shardwise.config.schema",
     "ShardwiseError": "shardwise.errors",
+    "Gathered": "shardwise.parallel.gather",
+    "gather_batch": "shardwise.parallel.gather",
 }
 __all__ = [
     "BatchedSamples",
     "Block",
     "Config",
     "DataBlock",
+    "Gathered",
     "Loss",
     "Observer",
     "PathText",
@@ -39,6 +42,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "Task",
+    "gather_batch",
     "hub_name",
     "load_config",
 ]
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from shardwise.engine.step_result import StepResult
     from shardwise.errors import ShardwiseError
     from shardwise.parallel import Strategy
+    from shardwise.parallel.gather import Gathered, gather_batch
     from shardwise.tasks import Loss, Rows, Task
 
 

@@ -12,6 +12,7 @@ import torch
 from shardwise.data import StepBatch
 from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Loss, Rows
 from shardwise.watch.heartbeats import Phase, beat
 
@@ -28,7 +29,12 @@ def run_evaluation(
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
-    with torch.no_grad(), parts.strategy.computing():
+    strategy = parts.strategy
+    with (
+        torch.no_grad(),
+        strategy.computing(),
+        gathering(Scope(strategy.layout, cuts_rows=strategy.cuts_rows)) as scope,
+    ):
         beat(Phase.EVALUATE, step)
         for batch in batches:
             if parts.world.sum(stop())[0]:
@@ -36,10 +42,11 @@ def run_evaluation(
                 return None
             for micro in batch.micro:
                 beat(Phase.EVALUATE, step)
+                scope.borrowed = micro.request.borrowed
                 with parts.precision.autocast():
                     results = parts.task.evaluate(model, micro.inputs)
                 # A borrowed sample belongs to another rank, which counts it.
-                own = parts.strategy.layout.counts and not micro.request.borrowed
+                own = strategy.layout.counts and not micro.request.borrowed
                 for name, result in results.items():
                     if isinstance(result, Rows):
                         rows[name] += [_on_host(result)] if own else []

@@ -48,6 +48,9 @@ class Task(ABC):
     one_size: bool = False
     """Whether all samples of training have one size: what is compiled is compiled for that size then, and may be recorded as
     CUDA graphs (training.cuda_graphs)."""
+    loss_is_a_sum: bool = True
+    """Whether the loss of a batch is the sum of its parts' losses. False: it looks at the batch as a whole, as a contrastive one
+    does (shardwise.gather_batch), and gradient accumulation makes it another loss."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
 

@@ -15,6 +15,7 @@ from shardwise.config.load import load_task_class
 from shardwise.engine.batch_plan import check_plan
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.group import log_file
+from shardwise.parallel.gather import accumulation_problem
 from shardwise.verify.agreement import check_agreement
 from shardwise.verify.compared import Compared, figures_of
 from shardwise.verify.coverage import check_coverage
@@ -23,7 +24,7 @@ from shardwise.verify.groups import GroupResult, run_groups
 from shardwise.verify.measure import Tolerance, is_narrow
 from shardwise.verify.parity import check_parity, check_single
 from shardwise.verify.probe import Probe
-from shardwise.verify.report import Check, Report, failed, noted
+from shardwise.verify.report import Check, Report, failed, noted, unproved
 from shardwise.verify.request import Request, Target
 from shardwise.verify.resume import check_other_ranks, check_program, check_resume, left_a_checkpoint
 from shardwise.verify.run_spec import RunSpec, as_asked, batching_of
@@ -100,9 +101,12 @@ class _Proof:
         kill_at = rng.randint(save_at + 1, steps - 1)
 
         plan, self.precision = probe.plan, probe.precision
+        if plan.gathers and plan.batching.accumulation > 1:
+            raise ConfigError(accumulation_problem(plan.batching.accumulation))
         ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
         one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
-        split = self._like(one, "split", batches="shares")
+        # A loss over the whole batch has no parts that add up.
+        split = one if plan.gathers else self._like(one, "split", batches="shares")
         # Batch norm must see the same samples together: they change places within a micro-batch only.
         base = split if probe.by_batch_norm else one
         again = [self._like(base, f"reordered {n}", reorder=n, threads=n) for n in (1, 2)]
@@ -118,8 +122,9 @@ class _Proof:
         more = [other] if other else [coverage, *([killed] if fine else [])]
         more = [] if self.numbers_only else more
         said = f", and ranks that are killed by SIGKILL in step {kill_at}" if killed in more else ""
-        self._say(f"one process again: reordered, and in the ranks' micro-batches{said}")
-        self._run(split, again[1], *more)
+        parts = "" if split is one else ", and in the ranks' micro-batches"
+        self._say(f"one process again: reordered{parts}{said}")
+        self._run(*([] if split is one else [split]), again[1], *more)
         self._must_run(split, again[1])
         if other:
             self._must_be_accepted(other)
@@ -221,6 +226,12 @@ class _Proof:
             if not result.fine:
                 finding = trouble_of(result, trains_alone=not probe.without_gradient)
                 return [failed("parity", result.spec.name, finding)]
+        if probe.plan.gathers and probe.batch_norm and against is None:
+            text = "batch norm sees a rank's own samples, and the loss those of all ranks: one process cannot compute the same"
+            why = (
+                "Put another norm in its place to verify the rest; on GPUs the ranks share the statistics of batch norm"
+            )
+            return [unproved("parity", "batch norm", text, why)]
         compared = Compared(
             probe=probe,
             ranks=ours,
