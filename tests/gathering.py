@@ -68,6 +68,15 @@ class WholeLoss(Contrast):
         return Loss(off_diagonal * whole.sum(), whole.sum())
 
 
+class Apart(Contrast):
+    """No sum over samples, and nothing is gathered: on each rank and micro-batch it is the loss of what is there."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        left, right, whole = batch
+        one, other = (features[whole] for features in model(left, right))
+        return Loss(cross_entropy(5 * one @ other.T, torch.arange(len(one)), reduction="sum"), whole.sum())
+
+
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +84,29 @@ class Towers(nn.Module):
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         return normalize(self.blocks[0](left), dim=-1), normalize(self.blocks[1](right), dim=-1)
+
+
+class Chain(Contrast):
+    """One tower for both, which a pipeline can cut."""
+
+    def build_model(self) -> nn.Module:
+        return Tower().double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        features = model(batch[0])
+        rows = gather_batch(features).rows
+        return Loss((features @ rows.T).square().sum(), batch[2].sum())
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
 
 
 class Experts(Task):

@@ -175,8 +175,10 @@ def offloaded(shortage: Shortage) -> Remedy:
 
 def shard(model: nn.Module, blocks: list[nn.Module], options: Fsdp, training: Training, layout: Layout) -> None:
     """Each block is a unit that is gathered when it computes; all else forms the outermost unit."""
+    # Of doubles fp32 would be fewer digits, not more.
+    in_fp32 = options.reduce_in == "fp32" and all(each.dtype != torch.float64 for each in model.parameters())
     policy = MixedPrecisionPolicy(
-        param_dtype=low_precision_dtype(training), reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
+        param_dtype=low_precision_dtype(training), reduce_dtype=torch.float32 if in_fp32 else None
     )
     offload = (
         CPUOffloadPolicy(pin_memory=layout.world.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
