@@ -27,6 +27,7 @@ from shardwise.parallel.memory import (
     short_bytes,
     whole_copy,
 )
+from shardwise.parallel.parameter_marks import ParameterMarks
 from shardwise.parallel.recipe import ModelSpec, receive, shape_and_weights, tuned
 from shardwise.parallel.strategy import Strategy
 from shardwise.parallel.weights import low_precision_dtype, materialize
@@ -98,6 +99,9 @@ class FullyShardedDataParallel(Strategy):
     def wrap(self, spec: ModelSpec, layout: Layout) -> None:
         self.layout, world = layout, layout.world
         shape, weights = shape_and_weights(spec, self.training, world)
+        marks = ParameterMarks(shape)
+        if self.shards:
+            marks.refuse_gradient_hooks(self.name)
         refuse_what_cannot_be_sharded(shape)
         blocks = spec.find_blocks(shape)
         self.split(shape, spec)
@@ -108,6 +112,7 @@ class FullyShardedDataParallel(Strategy):
             shard(shape, blocks, self.options, self.training, layout)
         materialize(shape, world.device, parameters=torch.device("cpu") if self.options.cpu_offload else None)
         receive(shape, weights, world)
+        marks.put_on(shape)
         self.model = self.module = shape
 
     def split(self, shape: nn.Module, spec: ModelSpec) -> None:
