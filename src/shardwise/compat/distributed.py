@@ -33,6 +33,7 @@ __all__ = [
     "name_without_wrapper",
     "quiet_redistribution",
     "reduce_scatter",
+    "reduce_unused",
     "release_ddp",
     "set_group_timeout",
     "wrapped_block",
@@ -60,6 +61,15 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def reduce_scatter(own: Tensor, everything: Tensor, group: dist.ProcessGroup | None) -> None:
     """Each rank gets its part of the sum. 2.13 renames it and warns of the old name; 2.11 knows only that. Seen on 2.11, 2.13."""
     (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, everything, group=group)
+
+
+def reduce_unused(model: nn.Module) -> bool:
+    """Units of `fully_shard` reduce zeros for parameters that got no gradient on this rank. False: this torch cannot do that by
+    itself. Seen on 2.13; 2.11 has no such setting."""
+    setting = getattr(model, "set_reduce_scatter_unused_params", None)
+    if setting is not None:
+        setting(True)
+    return setting is not None
 
 
 def quiet_redistribution() -> None:

@@ -98,9 +98,12 @@ class Task(ABC):
         return {}
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks: units of sharding and of activation checkpointing. Default: the longest ModuleList."""
-        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len, default=[])
+        """The repeated blocks: units of sharding and of activation checkpointing. Every rank must call each of them in every
+        forward pass: of experts, the layers that hold them. Default: the longest ModuleList that is in no element of another."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        lists = [each for each in lists if not any(isinstance(element, nn.ModuleList) for element in each)]
+        within = {inner for each in lists for element in each for inner in element.modules()}
+        return max((list(each) for each in lists if each not in within), key=len, default=[])
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
         """What torch.compile takes, each on its own. Default: the blocks. Where the model is sharded, the blocks as well if one
