@@ -46,7 +46,7 @@ class DataParallelStrategy(Strategy):
             what = "one GPU" if found else "no GPU"
             yield (
                 f"dp: it is for two or more GPUs of one machine, and here it drives {what}: it computes as strategy: single "
-                "does, on one device. Use strategy: single; or ddp, which runs several processes on CPUs too (training.num_gpus: 2)"
+                "does, on one device. Use strategy: single; or ddp, which runs several processes on CPUs, too (num_gpus: 2)"
             )
             return
         yield (
