@@ -98,9 +98,11 @@ def test_ranks_that_do_not_gather_compute_another_loss(ranks: RankPool, monkeypa
 
 
 def without_gathering(text: str, overrides: list[str]) -> list[dict[str, Tensor]]:
-    from tests import gathering as tasks
+    import tests.gathering
 
-    tasks.gather_batch = lambda tensor: (tensor, slice(0, len(tensor)))  # type: ignore[assignment]
+    tasks: Any = tests.gathering
+
+    tasks.gather_batch = lambda tensor: (tensor, slice(0, len(tensor)))
     try:
         return gradients(text, overrides)
     finally:
@@ -148,7 +150,16 @@ def test_rows_of_any_type_arrive_as_they_are(ranks: RankPool) -> None:
 def of_any_type() -> list[bool]:
     world = World.join("cpu", connect=True)
     ids = torch.arange(6).view(2, 3)
-    rows = [ids, ids > 2, ids.to(torch.int16), ids.bfloat16(), ids.half(), ids.cfloat(), ids[:, :0], ids.T[:2]]
+    rows = [
+        ids,
+        ids > 2,
+        ids.to(torch.int16),
+        ids.bfloat16(),
+        ids.half(),
+        ids.to(torch.complex64),
+        ids[:, :0],
+        ids.T[:2],
+    ]
     with gathering(scope_of(world)):
         found = [(gather_batch(each + 0 if each.dtype != torch.bool else each), each) for each in rows]
     return [torch.equal(gathered.rows, torch.cat([each, each])) for gathered, each in found]

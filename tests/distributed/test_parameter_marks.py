@@ -45,7 +45,7 @@ class Plain(Task):
     def build_model(self) -> nn.Module:
         model = Chain()
         for number, block in enumerate(model.blocks):
-            self.mark(block[0].weight, number)
+            self.mark(block[0].weight, number)  # type: ignore[index]
         return model
 
     def mark(self, weight: nn.Parameter, number: int) -> None: ...
@@ -237,13 +237,13 @@ def test_modules_keep_their_hooks_and_attributes_when_batch_norm_is_made_one_of_
     seen = []
 
     def build() -> nn.Module:
-        model = nn.Sequential(nn.BatchNorm1d(3))
+        model: Any = nn.Sequential(nn.BatchNorm1d(3))
         model[0].register_forward_hook(lambda *_: seen.append("called"))
         model[0].kind = "mine"
         return model
 
     world = World(0, 2, torch.device("cuda"), 0, connected=False)
-    model = with_batch_norm(build, config_of("task: tests.tasks:Ragged\n").training, world)()
+    model: Any = with_batch_norm(build, config_of("task: tests.tasks:Ragged\n").training, world)()
     assert isinstance(model[0], nn.SyncBatchNorm) and model[0].kind == "mine"
     model.eval()(torch.ones(2, 3))
     assert seen == ["called"]
@@ -265,7 +265,7 @@ class ForwardHooked(Plain):
             CALLED.append("forward")
             return output + shift
 
-        model.blocks[0].register_forward_hook(hook)  # type: ignore[operator, index]
+        model.blocks[0].register_forward_hook(hook)  # type: ignore[union-attr, index]
         return model
 
 

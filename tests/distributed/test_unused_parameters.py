@@ -52,7 +52,7 @@ class ByExpert(TopOne):
     """Its blocks are the experts."""
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [expert for layer in model.layers for expert in layer.experts]  # type: ignore[union-attr, operator]
+        return [expert for layer in model.layers for expert in layer.experts]  # type: ignore[union-attr]
 
 
 class ByBoth(ByExpert):
@@ -66,7 +66,19 @@ class Unnamed(TopOne):
     kept = "parts"
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        return [part for layer in model.layers for part in layer.parts]  # type: ignore[union-attr, operator]
+        return [part for layer in model.layers for part in layer.parts]  # type: ignore[union-attr]
+
+
+class Tied(TopOne):
+    """Its first and last matrix are one parameter, which the outermost unit holds."""
+
+    def build_model(self) -> nn.Module:
+        model = Layers(self.kept)
+        first, last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        last.weight = first.weight
+        model.layers[0].router = nn.Sequential(first, nn.Tanh())
+        model.layers[2].router = nn.Sequential(nn.Tanh(), last)
+        return model.double()
 
 
 class Layers(nn.Module):
@@ -140,9 +152,9 @@ def test_experts_without_a_token_train_as_in_one_process(ranks: RankPool, more: 
             assert_same(found, expected)
 
 
-@pytest.mark.parametrize("task", ["ByExpert", "ByBoth"])
+@pytest.mark.parametrize("task", ["ByExpert", "ByBoth", "Tied"])
 @pytest.mark.parametrize("more", WAYS[1:3])
-def test_blocks_may_be_the_experts_themselves(ranks: RankPool, task: str, more: str) -> None:
+def test_blocks_may_be_the_experts_themselves_and_weights_may_be_tied(ranks: RankPool, task: str, more: str) -> None:
     expected = ranks.run(1, trained, task, "strategy: single, batch_size: 4")[0]
     for found in ranks.run(2, trained, task, f"{more}, batch_size: 2"):
         assert_same(found, expected)
@@ -172,5 +184,5 @@ def test_the_default_blocks_are_the_outermost_ones() -> None:
     task = TopOne(config_of("task: tests.distributed.test_unused_parameters:TopOne\n"))
     model = Layers("experts")
     assert task.blocks(model) == list(model.layers), "not the four experts of the first layer"
-    nested = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2) for _ in range(3)]), nn.ModuleList([nn.Linear(2, 2)])])
+    nested: Any = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2) for _ in range(3)]), nn.ModuleList([nn.Linear(2, 2)])])
     assert task.blocks(nn.Sequential(nested)) == list(nested[0]), "a list has no forward pass of its own"

@@ -76,7 +76,7 @@ def gradient_hooks_of(tensor: Tensor) -> dict[int, Any] | None:
 
 def put_gradient_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
     """The very same ones, which their handles remove here, too. Seen on 2.11, 2.13, 2.15."""
-    tensor._backward_hooks = hooks  # type: ignore[assignment]
+    tensor._backward_hooks = hooks
 
 
 def after_accumulation_of(tensor: Tensor) -> dict[int, Any] | None:
@@ -87,4 +87,4 @@ def after_accumulation_of(tensor: Tensor) -> dict[int, Any] | None:
 
 def put_after_accumulation(tensor: Tensor, hooks: dict[int, Any]) -> None:
     """The very same ones. Seen on 2.11, 2.13, 2.15."""
-    tensor._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
+    tensor._post_accumulate_grad_hooks = hooks

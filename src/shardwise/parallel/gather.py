@@ -35,7 +35,7 @@ class Gathered(NamedTuple):
 
 
 # Dynamo cannot look into collectives of other devices: a compiled block is split here.
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_batch(tensor: Tensor) -> Gathered:
     """The rows (along the first axis) of all ranks' micro-batches, and which of them are this rank's. Gradients flow back
     through it to the rank that a row came from. Ranks may have different numbers of rows, or none.

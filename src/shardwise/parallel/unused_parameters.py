@@ -54,7 +54,7 @@ class UnusedParameters:
                         continue
                     self._known.add(parameter)
                     whole = f"{path}.{name}".removeprefix(".")
-                    parameter.register_post_accumulate_grad_hook(lambda _, name=whole: self._used.add(name))  # type: ignore[misc]
+                    parameter.register_post_accumulate_grad_hook(lambda _, name=whole: self._used.add(name))
 
         return hook
 
@@ -72,12 +72,17 @@ class UnusedParameters:
         used, self._used = self._used, set()
         if self._watches is False:
             return
-        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
-        named = {name_without_wrapper(name): each for name, each in trained}
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, each in self.model.named_parameters(
+            remove_duplicate=False
+        ):  # a tied weight may be used by any of its names
+            if each.requires_grad:
+                names.setdefault(each, []).append(name_without_wrapper(name))
+        own = [not used.isdisjoint(each) for each in names.values()]
         if not self._brings_zeros:  # a weight may be used without a call of its module
-            used.update(name for name, each in named.items() if name not in used and _is_there(each.grad))
-        times = self.world.sum(*(name in used for name in named))
-        for parameter, count in zip(named.values(), times, strict=True):
+            own = [known or _is_there(each.grad) for known, each in zip(own, names, strict=True)]
+        times = self.world.sum(*own)
+        for parameter, count in zip(names, times, strict=True):
             if not count:
                 parameter.grad = None
         if self._watches is None:
