@@ -277,9 +277,8 @@ class _Proof:
             checks += check_program(self.request.target.path, undisturbed, resumed)
         if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
             elsewhere = self.results[other.name]
-            checks.append(
-                check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=probe.by_batch_norm)
-            )
+            apart = probe.by_batch_norm or (probe.plan.gathers and probe.batch_norm)  # batch norm sees others there
+            checks.append(check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart))
         return checks
 
     def _fewer(self) -> int:
