@@ -26,6 +26,8 @@ _HOMES = {
     "load_config": "shardwise.config",
     "hub_name": "shardwise.config.schema",
     "ShardwiseError": "shardwise.errors",
+    "Gathered": "shardwise.parallel.gather",
+    "gather_batch": "shardwise.parallel.gather",
 }
 __all__ = [
     "BatchedSamples",
@@ -33,6 +35,7 @@ __all__ = [
     "Config",
     "Contents",
     "DataBlock",
+    "Gathered",
     "Loss",
     "Observer",
     "PathText",
@@ -43,6 +46,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "Task",
+    "gather_batch",
     "hub_name",
     "load_config",
 ]
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
     from shardwise.engine.step_result import StepResult
     from shardwise.errors import ShardwiseError
     from shardwise.parallel import Strategy
+    from shardwise.parallel.gather import Gathered, gather_batch
     from shardwise.tasks import Loss, Rows, Task
 
 

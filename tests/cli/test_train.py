@@ -33,6 +33,40 @@ def curve(folder: Path) -> list[tuple[int, float, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines if "eval" not in line]
 
 
+PAIRS = """
+task: tests.gathering:{task}
+name: pairs
+training: {{batch_size: 3, gradient_accumulation: {accumulation}, max_steps: 2, num_gpus: {ranks}}}
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_sum_and_accumulated_is_told_before_the_ranks_start(tmp_path: Path, ranks: int) -> None:
+    (tmp_path / "pairs.yaml").write_text(PAIRS.format(task="Apart", accumulation=2, ranks=ranks))
+    done = shardwise(tmp_path, "train", "pairs.yaml")
+    assert done.returncode == 0, done.stderr
+    told = "(loss_is_a_sum = False), and each step has 2 micro-batches. Each of them gets a loss of its own"
+    assert done.stderr.count(told) == 1, done.stderr
+    (tmp_path / "pairs.yaml").write_text(PAIRS.format(task="Apart", accumulation=1, ranks=ranks))
+    assert "loss_is_a_sum" not in shardwise(tmp_path, "train", "pairs.yaml", "--fresh").stderr
+
+
+def test_torchrun_tells_once_of_a_loss_that_is_no_sum_and_accumulated(tmp_path: Path) -> None:
+    (tmp_path / "pairs.yaml").write_text(PAIRS.format(task="Apart", accumulation=2, ranks=2))
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", SHARDWISE, "train", "pairs.yaml"]
+    done = run_program(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("(loss_is_a_sum = False)") == 1, done.stderr
+
+
+def test_a_loss_that_gathers_and_is_accumulated_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "pairs.yaml").write_text(PAIRS.format(task="Contrast", accumulation=2, ranks=2))
+    done = shardwise(tmp_path, "train", "pairs.yaml")
+    assert done.returncode == 2
+    assert done.stderr.count("error: gather_batch does not go with gradient accumulation, here over 2") == 1
+    assert "Traceback" not in done.stderr
+
+
 def checksums(folder: Path) -> dict[str, Any]:
     """Of the last checkpoint's files: the weights, to the bit."""
     last = sorted((folder / "runs/ragged/checkpoints").glob("step-*"))[-1]

@@ -94,6 +94,38 @@ def test_frozen_parameters_are_no_failure(tmp_path: Path) -> None:
     assert report.passed, report.as_text()
 
 
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("fsdp", 4)])
+def test_a_loss_over_the_whole_batch_passes(strategy: str, ranks: int) -> None:
+    """With a step that has one sample, so that all ranks but one have none; resumed on fewer ranks, which compute more each."""
+    report = verify(REPOSITORY / "examples" / "pairs.yaml", strategy=strategy, ranks=ranks)
+    assert report.exit_code == 0, report.as_text()
+    assert {check.status for check in report.checks} == {"pass"}, report.as_text()
+    assert named(report, f"resumed on {ranks // 2} rank(s)").status == "pass"
+
+
+def test_a_loss_over_the_whole_batch_that_does_not_gather_fails(tmp_path: Path) -> None:
+    text = (REPOSITORY / "examples" / "pairs.py").read_text()
+    for name in ("left", "right"):
+        text = text.replace(f"gather_batch({name})", f"({name}, slice(0, len({name})))")
+    (tmp_path / "pairs_apart.py").write_text(text)
+    config = (REPOSITORY / "examples" / "pairs.yaml").read_text().replace("pairs:", "pairs_apart:")
+    (tmp_path / "pairs.yaml").write_text(config)
+    report = verify(tmp_path / "pairs.yaml")
+    assert report.causes[0] is Cause.LOSS_IS_NO_SUM, report.as_text()
+
+
+def test_a_loss_over_the_whole_batch_is_not_accumulated_and_batch_norm_is_not_proved(tmp_path: Path) -> None:
+    config = REPOSITORY / "examples" / "pairs.yaml"
+    with pytest.raises(ConfigError, match="gather_batch does not go with gradient accumulation, here over 2"):
+        verify(config, overrides=["training.gradient_accumulation=2"])
+    text = (REPOSITORY / "examples" / "pairs.py").read_text().replace("nn.GELU()", "nn.BatchNorm1d(4 * width)")
+    (tmp_path / "pairs_normed.py").write_text(text)
+    (tmp_path / "pairs.yaml").write_text(config.read_text().replace("pairs:", "pairs_normed:"))
+    report = verify(tmp_path / "pairs.yaml", overrides=["training.batch_size=8"])
+    assert report.exit_code == 3, report.as_text()
+    assert named(report, "batch norm").status == "not proved"
+
+
 def test_everything_awkward_is_brought_into_play(tmp_path: Path) -> None:
     """Ragged, full and short batches, one with fewer samples than ranks; clipping; and dropout, which is switched off."""
     report = verify(write(tmp_path), ranks=4, overrides=["model.dropout=0.5"])

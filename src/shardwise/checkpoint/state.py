@@ -32,7 +32,7 @@ from shardwise.compat.distributed import name_without_wrapper
 from shardwise.compat.quiet import quiet_pytorch
 from shardwise.config.commands import to_start_anew
 from shardwise.data.manifest import Condition, FileEntry, condition_of
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import World
 
 log = logging.getLogger(__name__)
@@ -161,8 +161,34 @@ def local_part(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Weights and moments by name. A rank may have only some of them: those of its stage, or those it updates."""
-    weights, moments = get_state_dict(model, local_part(optimizer))
+    try:
+        weights, moments = get_state_dict(model, local_part(optimizer))
+    except KeyError:  # a parameter that one of the two does not know
+        check_optimizer(model, optimizer)
+        raise
     return {"model": weights, "optimizer": moments["state"]}
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """That it has the parameters of the model which are trained, and no others."""
+    named = dict(model.named_parameters())
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name_without_wrapper(name) for name, each in named.items() if each.requires_grad and each not in held]
+    if missing:
+        raise ShardwiseError(
+            f"the optimizer lacks {len(missing)} parameter(s) of the model: {_some(missing)}. They would be neither trained nor "
+            "kept in checkpoints. Its groups must have every parameter that requires a gradient; freeze what is not to be "
+            "trained in build_model: requires_grad_(False)"
+        )
+    if others := [str(list(each.shape)) for each in held.difference(named.values())]:
+        raise ShardwiseError(
+            f"the optimizer has {len(others)} parameter(s) that the model does not have, of shape {_some(others)}. No checkpoint "
+            "would keep them. Register them in the model that build_model returns"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
 
 
 def go_on_from(step: int, store: CheckpointStore, world: World) -> None:

@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     nodes = _nodes(args, config)
     count = local_rank_count(config, cuda_devices=torch.cuda.device_count())
     if nodes is None:  # otherwise the number of ranks is not known yet
-        check_plan(config, count, "cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu")
+        check_plan(config, count, _device(config))
+        _tell_of_accumulation(config, count)
     restarts = args.max_restarts if args.max_restarts is not None else RESTARTS if count > 1 or nodes else 0
     if count == 1 and not restarts and nodes is None:
         from shardwise.launch.external_ranks import external_ranks
@@ -145,6 +146,8 @@ def _as_rank(file: str, overrides: Sequence[str], request: TrainRequest) -> int:
     def entry() -> int:
         try:
             config = load_config(file, overrides)
+            if rank == "0" and not request.elastic:
+                _tell_of_accumulation(config, int(os.environ["WORLD_SIZE"]))
             with external_ranks(config):
                 return of_program(_train(config, request))
         except Exception as error:
@@ -241,6 +244,19 @@ def _check_before_start(config: Config) -> None:
 
     require_trackers(config)
     load_task_class(config.task)
+
+
+def _tell_of_accumulation(config: Config, ranks: int) -> None:
+    from shardwise.engine.batch_plan import loss_taken_apart
+
+    if said := loss_taken_apart(config, ranks, _device(config)):
+        log.warning(said)
+
+
+def _device(config: Config) -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and config.training.device != "cpu" else "cpu"
 
 
 def duration(text: str) -> float:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket, HashStore, Store, TCPStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -30,6 +30,8 @@ __all__ = [
     "checkpoint_wrapper",
     "flat_group",
     "name_without_wrapper",
+    "reduce_scatter",
+    "reduce_unused",
     "release_ddp",
     "set_group_timeout",
     "wrapped_block",
@@ -52,6 +54,20 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """One group of all ranks of a mesh of several axes. Seen on 2.11, 2.13, 2.15."""
     return mesh._flatten().get_group()
+
+
+def reduce_scatter(own: Tensor, everything: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Each rank gets its part of the sum. 2.13 renames it and warns of the old name; 2.11 knows only that. Seen on 2.11, 2.13."""
+    (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(own, everything, group=group)
+
+
+def reduce_unused(model: nn.Module) -> bool:
+    """Units of `fully_shard` reduce zeros for parameters that got no gradient on this rank. False: this torch cannot do that by
+    itself. Seen on 2.13; 2.11 has no such setting."""
+    setting = getattr(model, "set_reduce_scatter_unused_params", None)
+    if setting is not None:
+        setting(True)
+    return setting is not None
 
 
 def release_ddp(model: DistributedDataParallel) -> None:

@@ -12,6 +12,7 @@ __all__ = [
     "BatchNorm",
     "ConvNd",
     "buffers_of",
+    "give_marks",
     "parameters_of",
     "temporary_buffers_of",
     "updates_unless_inf",
@@ -38,6 +39,16 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def temporary_buffers_of(module: nn.Module) -> set[str]:
     """The names of those that no state dict has (`persistent=False`); may be added to. Seen on 2.11, 2.13, 2.15."""
     return module._non_persistent_buffers_set
+
+
+def give_marks(source: nn.Module, target: nn.Module) -> None:
+    """Hooks and attributes of one module, to another that takes its place. Hooks lie in dicts that every module has, by the
+    number of their handle. Seen on 2.11, 2.13, 2.15."""
+    for name, value in vars(source).items():
+        if name in REGISTERS:
+            continue
+        if name not in vars(target) or (name.endswith("_hooks") and value):
+            vars(target)[name] = value
 
 
 def updates_unless_inf(optimizer: torch.optim.Optimizer) -> bool:

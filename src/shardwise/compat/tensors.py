@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     TreeSpec,
@@ -18,10 +21,14 @@ __all__ = [
     "ATTENTION_OPERATIONS",
     "TorchDispatchMode",
     "TreeSpec",
+    "after_accumulation_of",
     "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",
+    "gradient_hooks_of",
+    "put_after_accumulation",
+    "put_gradient_hooks",
     "scaled_mm",
     "tree_flatten",
     "tree_leaves",
@@ -60,3 +67,24 @@ ATTENTION_OPERATIONS = [
 def varlen_operations() -> list[torch._ops.OpOverload]:
     """What `varlen_attn` becomes, for the same list; its module must have been imported. Seen on 2.11, 2.13, 2.15."""
     return [torch.ops.torch_attn._varlen_attn.default]
+
+
+def gradient_hooks_of(tensor: Tensor) -> dict[int, Any] | None:
+    """Those of `register_hook`, of a leaf; None: there never was one. Seen on 2.11, 2.13, 2.15."""
+    return tensor._backward_hooks
+
+
+def put_gradient_hooks(tensor: Tensor, hooks: dict[int, Any]) -> None:
+    """The very same ones, which their handles remove here, too. Seen on 2.11, 2.13, 2.15."""
+    tensor._backward_hooks = hooks
+
+
+def after_accumulation_of(tensor: Tensor) -> dict[int, Any] | None:
+    """Those of `register_post_accumulate_grad_hook`. `fully_shard` calls those of the sharded parameter, too, when it has its
+    reduced gradient. Seen on 2.11, 2.13, 2.15."""
+    return tensor._post_accumulate_grad_hooks
+
+
+def put_after_accumulation(tensor: Tensor, hooks: dict[int, Any]) -> None:
+    """The very same ones. Seen on 2.11, 2.13, 2.15."""
+    tensor._post_accumulate_grad_hooks = hooks

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.config import Batching, Config, Training, resolve_batching
 from shardwise.config.batching import keep_global_batch
+from shardwise.config.load import OWN, load_task_class
 from shardwise.errors import ConfigError
 from shardwise.parallel import Devices, Layout, Strategy, World, refuse, strategy_for
 
@@ -17,14 +18,31 @@ def needs_group(config: Config) -> bool | None:
 
 def check_plan(config: Config, ranks: int, device: str) -> Strategy:
     """Before anything is launched: refused if the config cannot be run on so many ranks. Returns how it would be."""
-    training, strategy = config.training, strategy_for(config, ranks)
-    finds_batch_size = training.batch_size == "auto"
-    copies = strategy.copies(ranks) * strategy.devices_per_process(device)
-    accumulation = (
-        (training.gradient_accumulation or 1) if finds_batch_size else resolve_batching(training, copies).accumulation
-    )
-    refuse(strategy.refusals(Devices(ranks, device, accumulation, finds_batch_size)))
+    strategy = strategy_for(config, ranks)
+    accumulation = accumulation_of(config.training, strategy, ranks, device)
+    refuse(strategy.refusals(Devices(ranks, device, accumulation, config.training.batch_size == "auto")))
     return strategy
+
+
+def accumulation_of(training: Training, strategy: Strategy, ranks: int, device: str) -> int:
+    """Micro-batches of a rank, per step, as far as it can be known before a batch size is found."""
+    if training.batch_size == "auto":
+        return training.gradient_accumulation or 1
+    return resolve_batching(training, strategy.copies(ranks) * strategy.devices_per_process(device)).accumulation
+
+
+def loss_taken_apart(config: Config, ranks: int, device: str) -> str | None:
+    """What is to be said, before anything is launched, of a loss that is no sum and is accumulated all the same."""
+    if config.task == OWN or getattr(load_task_class(config.task), "loss_is_a_sum", True):
+        return None
+    accumulation = accumulation_of(config.training, strategy_for(config, ranks), ranks, device)
+    if accumulation == 1:
+        return None
+    return (
+        f"the task says that its loss is no sum over samples (loss_is_a_sum = False), and each step has {accumulation} "
+        "micro-batches. Each of them gets a loss of its own, and their sum is another loss than that of the whole batch. For "
+        "that of the whole batch, set training.gradient_accumulation: 1, with a larger training.batch_size or more ranks"
+    )
 
 
 @dataclass

@@ -27,6 +27,7 @@ from shardwise.engine.host_memory import host_memory
 from shardwise.engine.out_of_memory import ran_out
 from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, OutOfMemory
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.parallel.memory import gib
 
 LEFT_FREE = 0.1
@@ -187,6 +188,7 @@ class _Trial:
                 with (
                     strategy.computing(),
                     strategy.reducing_gradients(),
+                    gathering(Scope(strategy.layout, alone=True)),
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
                 ):
                     with parts.precision.autocast():

@@ -17,6 +17,7 @@ from shardwise.engine.parts import Parts
 from shardwise.engine.state import RunState
 from shardwise.errors import ConfigError
 from shardwise.parallel import World
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.parallel.memory import gib
 from shardwise.watch.heartbeats import Phase, beat
 
@@ -154,7 +155,7 @@ def rehearse(parts: Parts, inputs: Any) -> None:
     and in which order, and so how they are added up: a resumed run must do that before its first step."""
     strategy, module = parts.strategy, parts.strategy.module
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with strategy.computing(), strategy.reducing_gradients():
+    with strategy.computing(), strategy.reducing_gradients(), gathering(Scope(strategy.layout, alone=True)):
         with parts.precision.autocast():
             loss = parts.task.loss(strategy.model, inputs)
         loss.sum.backward()

@@ -20,6 +20,7 @@ from shardwise.data.loader import MicroBatch
 from shardwise.data.seeding import all_generators_kept, seed_everything
 from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Loss, Rows, Task
 from shardwise.watch.heartbeats import Phase, beat
 
@@ -43,17 +44,24 @@ def run_evaluation(
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
     rows: dict[str, list[Rows]] = defaultdict(list)
-    with _evaluating(model, parts), torch.no_grad(), parts.strategy.computing():
+    strategy = parts.strategy
+    with (
+        _evaluating(model, parts),
+        torch.no_grad(),
+        strategy.computing(),
+        gathering(Scope(strategy.layout, cuts_rows=strategy.cuts_rows)) as scope,
+    ):
         beat(Phase.EVALUATE, step)
         for batch in batches:
             if parts.world.sum(stop())[0]:
                 return None
             for micro in batch.micro:
                 beat(Phase.EVALUATE, step)
+                scope.borrowed = micro.request.borrowed
                 with parts.precision.autocast():
                     results = parts.task.evaluate(model, micro.inputs)
                 # A borrowed sample belongs to another rank, which counts it.
-                own = parts.strategy.layout.counts and not micro.request.borrowed
+                own = strategy.layout.counts and not micro.request.borrowed
                 for name, result in results.items():
                     if isinstance(result, Rows):
                         rows[name] += [_on_host(result)] if own else []

@@ -13,6 +13,7 @@ from shardwise.engine.loss_guard import BadLoss
 from shardwise.engine.parts import Parts
 from shardwise.engine.step_result import StepResult
 from shardwise.errors import ShardwiseError
+from shardwise.parallel.gather import Scope
 from shardwise.tasks import Loss
 from shardwise.watch.heartbeats import Phase, beat
 
@@ -25,9 +26,9 @@ def loss_weight(copies: int, global_count: float, micro_count: int) -> float:
 class ForwardPasses:
     """The forward passes of one step on this rank, and what is remembered of them."""
 
-    def __init__(self, parts: Parts, batch: StepBatch, step: int, global_count: float) -> None:
-        """`step`: its number, from 1."""
-        self.parts, self.batch, self.step, self.global_count = parts, batch, step, global_count
+    def __init__(self, parts: Parts, batch: StepBatch, step: int, global_count: float, scope: Scope) -> None:
+        """`step`: its number, from 1. `scope`: of what the loss gathers from all ranks."""
+        self.parts, self.batch, self.step, self.global_count, self.scope = parts, batch, step, global_count, scope
         self.loss_sum = torch.zeros((), device=parts.world.device)
         self.losses: list[tuple[MicroBatch, torch.Tensor]] = []
         """Of each micro-batch, to find the samples to blame."""
@@ -40,6 +41,7 @@ class ForwardPasses:
         """The weighted loss of a micro-batch, to be differentiated."""
         beat(Phase.COMPUTE, self.step)
         parts, layout, counts = self.parts, self.parts.strategy.layout, not micro.request.borrowed
+        self.scope.borrowed = micro.request.borrowed
         with parts.precision.autocast(), self.timer.running():
             loss = _loss_of(parts, model, micro, self.step)
         # Gradients are averaged over the copies of the model, hence × copies; a borrowed sample counts nothing.

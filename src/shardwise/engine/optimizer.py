@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.state import local_part
+from shardwise.checkpoint.state import check_optimizer, local_part
 from shardwise.config.schema import Optimizer
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.low_precision_adamw import LowPrecisionAdamW
@@ -41,6 +41,7 @@ def build_optimizer(
     if copies is not None and kind is torch.optim.AdamW:
         kind = LowPrecisionAdamW
     optimizer = make(kind, groups, {"lr": lr, **settings})
+    check_optimizer(model, optimizer)
     _make_state(local_part(optimizer))
     if isinstance(optimizer, LowPrecisionAdamW):
         optimizer.copies = copies

@@ -58,6 +58,7 @@ from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Loss, Rows, Task
 from shardwise.watch.heartbeats import Phase, beat
 
@@ -259,7 +260,9 @@ class Session:
         inputs = cache(self.first_inputs)
 
         def trial(model: nn.Module, device: torch.device) -> torch.Tensor:
-            return self.task.loss(model, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs())).sum
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs())
+            with gathering(Scope(self.layout, alone=True)):
+                return self.task.loss(model, moved).sum
 
         return trial
 

@@ -26,6 +26,7 @@ from shardwise.engine.run_ahead import update_ahead
 from shardwise.engine.skipping import update_or_skip
 from shardwise.engine.step_result import StepResult
 from shardwise.errors import ShardwiseError
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.watch.heartbeats import Phase, beat
 
 
@@ -53,8 +54,10 @@ def run_step(
     seed_everything(
         parts.config.seed, Purpose.STEP, step, parts.strategy.layout.random_rank
     )  # dropout differs, and resumes
-    passes = ForwardPasses(parts, batch, step + 1, agreed.count)
-    parts.strategy.forward_backward(batch.micro, passes.forward)
+    scope = Scope(parts.strategy.layout, len(batch.micro), cuts_rows=parts.strategy.cuts_rows)
+    passes = ForwardPasses(parts, batch, step + 1, agreed.count, scope)
+    with gathering(scope):
+        parts.strategy.forward_backward(batch.micro, passes.forward)
     clock.lap("compute")
     if (idle := parts.strategy.idle_seconds(clock.times["compute"])) is not None:
         clock.times["idle"] = idle

@@ -38,6 +38,7 @@ class LowPrecisionWeights:
                     continue
                 if master not in self._copy_of:  # a tied weight has one copy too
                     self._copy_of[master] = nn.Parameter(master.detach().to(dtype))
+                    vars(self._copy_of[master]).update(vars(master))  # what the model may look for on it
                 self._places.append((module, name, master))
         self._master_of = {copy: master for master, copy in self._copy_of.items()}
         self.collecting = True

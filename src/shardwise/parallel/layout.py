@@ -67,7 +67,17 @@ class Layout:
         """The ranks that hold the same stage of the model; None: all ranks do."""
         if self.size("stage") == 1:
             return None
-        axes = [name for name, size in self.axes if name != "stage"]
+        return self._group_of([name for name, _ in self.axes if name != "stage"])
+
+    @cached_property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that have different shares of a global batch, in the order of these; None: all ranks."""
+        if self.size("stage") == self.size("tensor") == 1:
+            return None
+        return self._group_of([name for name, _ in self.axes if name not in ("stage", "tensor")])
+
+    def _group_of(self, axes: list[str]) -> dist.ProcessGroup:
+        """A collective: all ranks call it together."""
         return self.mesh[axes[0]].get_group() if len(axes) == 1 else flat_group(self.mesh[tuple(axes)])
 
     @property

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from shardwise.compat.modules import BatchNorm
+from shardwise.compat.modules import BatchNorm, give_marks
 from shardwise.config import Training
 from shardwise.errors import ConfigError
 from shardwise.kernels.fp8 import fp8_problem, use_fp8
 from shardwise.kernels.head import LossHead
 from shardwise.kernels.regions import Regions, compile_regions
+from shardwise.parallel.parameter_marks import ParameterMarks
 from shardwise.parallel.weights import (
     Build,
     FindBlocks,
@@ -64,7 +65,9 @@ def whole_model(spec: ModelSpec, training: Training, world: World) -> tuple[nn.M
     cast_parameters(module, training)
     compiled = spec.find_regions(module) if spec.find_regions else None
     regions = tuned(module, spec.find_blocks(module), compiled, spec.one_size, training, world)
+    marks = ParameterMarks(module)
     materialize(module, world.device)
+    marks.put_on(module)
     return module, regions
 
 
@@ -84,9 +87,9 @@ def receive(model: nn.Module, weights: Weights, world: World) -> None:
     broadcast_buffers(model, weights.buffers, world)
 
 
-def copies_dtype(spec: ModelSpec, training: Training) -> torch.dtype | None:
-    """Of the copies that a whole model computes with; None: it has none."""
-    return low_precision_dtype(training) if spec.low_precision else None
+def copies_dtype(spec: ModelSpec, training: Training, module: nn.Module) -> torch.dtype | None:
+    """Of the copies that a whole model computes with; None: it has none. Hooks of parameters would not be called for copies."""
+    return low_precision_dtype(training) if spec.low_precision and not ParameterMarks(module).hooked else None
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -104,7 +107,17 @@ def with_batch_norm(build: Build, training: Training, world: World) -> Build:
         raise ConfigError("training.sync_batch_norm: true needs CUDA; on CPUs batch norm sees a rank's own samples")
     if training.sync_batch_norm is False or not on_cuda or (world.size == 1 and not training.sync_batch_norm):
         return build
-    return lambda: nn.SyncBatchNorm.convert_sync_batchnorm(build())
+    return lambda: _synced(build())
+
+
+def _synced(model: nn.Module) -> nn.Module:
+    """Its batch norms are other modules then, which get what was put on those before: hooks and attributes."""
+    before = dict(model.named_modules())
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for name, module in model.named_modules():
+        if module is not before[name]:
+            give_marks(before[name], module)
+    return model
 
 
 def tuned(

@@ -278,8 +278,8 @@ class Strategy:
             raise ShardwiseError(
                 f"step {step}: no parameter got a gradient: does the loss depend on the model's parameters?"
             )
-        if self.needs_every_gradient and len(grads) < len(parameters):
-            raise self.unused_parameters(self.without_gradient(), step)
+        if self.needs_every_gradient and len(grads) < len(parameters) and (names := self.without_gradient()):
+            raise self.unused_parameters(names, step)
         return global_norm(grads).to(self.layout.world.device)
 
     @property

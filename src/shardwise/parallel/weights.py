@@ -20,7 +20,7 @@ from shardwise.compat.modules import REGISTERS, buffers_of, parameters_of
 from shardwise.config import Training
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.types import COMPUTE_TYPES
-from shardwise.kernels.unregistered_parameters import unregistered_parameters
+from shardwise.kernels.unregistered_parameters import held_by, marks_of, unregistered_parameters
 from shardwise.parallel.world import World
 
 Build = Callable[[], nn.Module]
@@ -36,7 +36,8 @@ def build_shape(build: Build) -> nn.Module:
         return build()  # if the model is at fault and not the device, this says so
     # A tensor that is neither parameter nor buffer could not be filled later.
     known = set(shape.modules())
-    loose = any(_holds_meta(value, known) for module in known for value in _attributes(module))
+    values = [*(_attributes(module) for module in known), *(marks_of(parameter) for parameter in shape.parameters())]
+    loose = any(_holds_meta(value, known) for value in values)
     return build() if loose else shape
 
 
@@ -121,10 +122,10 @@ def _attributes(module: nn.Module) -> list[Any]:
 
 
 def _holds_meta(value: Any, known: set[nn.Module]) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_meta(item, known) for item in value.values())
-    if isinstance(value, list | tuple | set):
-        return any(_holds_meta(item, known) for item in value)
+    return any(_is_meta(held, known) for held in held_by(value))
+
+
+def _is_meta(value: Any, known: set[nn.Module]) -> bool:
     if isinstance(value, nn.Module) and value not in known:
         return any(tensor.is_meta for tensor in [*value.parameters(), *value.buffers()])
     return isinstance(value, torch.Tensor) and value.is_meta

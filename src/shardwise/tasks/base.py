@@ -50,8 +50,9 @@ class Task(ABC):
     """Whether all samples of training have one size: what is compiled is compiled for that size then, and may be recorded as
     CUDA graphs (training.cuda_graphs)."""
     loss_is_a_sum: bool = True
-    """Whether the loss of a micro-batch is the sum of those of its samples: engine/loss_check.py asks before the first step. Not
-    where samples are meant to interact, as in a contrastive loss: batch size and ranks then change what is trained."""
+    """Whether the loss of a micro-batch is the sum of those of its samples: engine/loss_check.py asks before the first step.
+    False: it looks at the batch as a whole, as a contrastive one does (shardwise.gather_batch), and accumulation makes it another
+    loss."""
     unit: str = "samples"
     """What `count` counts, for the log: samples, tokens, voxels."""
     trained_labels: Sequence[str] = ()
@@ -116,9 +117,12 @@ class Task(ABC):
         return ("loss",)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks: units of sharding and of activation checkpointing. Default: the longest ModuleList."""
-        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len, default=[])
+        """The repeated blocks: units of sharding and of activation checkpointing. Every rank must call each of them in every
+        forward pass: of experts, the layers that hold them. Default: the longest ModuleList that is in no element of another."""
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        lists = [each for each in lists if not any(isinstance(element, nn.ModuleList) for element in each)]
+        within = {inner for each in lists for element in each for inner in element.modules()}
+        return max((list(each) for each in lists if each not in within), key=len, default=[])
 
     def regions(self, model: nn.Module) -> list[nn.Module]:
         """What torch.compile takes, each on its own. Default: the blocks. Where the model is sharded, the blocks as well if one

@@ -16,6 +16,7 @@ from shardwise.config.load import load_task_class
 from shardwise.engine.batch_plan import check_plan
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.group import log_file
+from shardwise.parallel.gather import accumulation_problem
 from shardwise.verify.agreement import check_agreement
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared, figures_of
@@ -29,7 +30,7 @@ from shardwise.verify.own_data import LATER, check_data, difference
 from shardwise.verify.parity import check_parity, check_single
 from shardwise.verify.probe import Probe
 from shardwise.verify.recorder import WHOLE_ON_EVERY_RANK
-from shardwise.verify.report import Check, Report, failed, noted
+from shardwise.verify.report import Check, Report, failed, noted, unproved
 from shardwise.verify.request import Request, Target
 from shardwise.verify.resume import check_other_ranks, check_program, check_resume, left_a_checkpoint
 from shardwise.verify.run_spec import Interpreter, Plan, RunSpec, as_asked, batching_of
@@ -148,9 +149,12 @@ class _Proof:
         kill_at = rng.randint(save_at + 1, steps - 1)
 
         plan, self.precision = probe.plan, probe.precision
+        if plan.gathers and plan.batching.accumulation > 1:
+            raise ConfigError(accumulation_problem(plan.batching.accumulation))
         ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
         one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
-        split = self._like(one, "split", batches="shares")
+        # A loss over the whole batch has no parts that add up.
+        split = one if plan.gathers else self._like(one, "split", batches="shares")
         # Batch norm must see the same samples together: they change places within a micro-batch only.
         base = split if probe.by_batch_norm else one
         again = [self._like(base, f"reordered {n}", reorder=n, threads=n) for n in (1, 2)]
@@ -168,8 +172,9 @@ class _Proof:
         more = [other] if other else [coverage, *([killed] if fine and not self.request.quick else [])]
         more = [] if self.numbers_only else more
         said = f", and ranks that are killed by SIGKILL in step {kill_at}" if killed in more else ""
-        self._say(f"one process again: reordered, and in the ranks' micro-batches{said}")
-        self._run(split, again[1], *more)
+        parts = "" if split is one else ", and in the ranks' micro-batches"
+        self._say(f"one process again: reordered{parts}{said}")
+        self._run(*([] if split is one else [split]), again[1], *more)
         self._must_run(split, again[1])
         if other:
             self._must_be_accepted(other)
@@ -360,6 +365,12 @@ class _Proof:
             if not result.fine:
                 finding = trouble_of(result, trains_alone=not probe.without_gradient)
                 return [failed("parity", result.spec.name, finding)]
+        if probe.plan.gathers and probe.batch_norm and against is None:
+            text = "batch norm sees a rank's own samples, and the loss those of all ranks: one process cannot compute the same"
+            why = (
+                "Put another norm in its place to verify the rest; on GPUs the ranks share the statistics of batch norm"
+            )
+            return [unproved("parity", "batch norm", text, why)]
         compared = Compared(
             probe=probe,
             ranks=ours,
@@ -394,7 +405,7 @@ class _Proof:
         expected, ours = steps(following.leader), steps(following.ranks)
         noise = Noise.measured(expected, [steps(spec) for spec in following.again], probe.precision)
         differs, cause = first_difference(ours, expected, noise), None
-        if differs is not None and not probe.by_batch_norm:
+        if differs is not None and not probe.by_batch_norm and not probe.plan.gathers:
             split = self._like(
                 following.ranks, "in parts", world=1, batches="shares", valid_samples=0, evaluate_at=None
             )
@@ -440,9 +451,8 @@ class _Proof:
             checks += check_program(self.request.target.path, undisturbed, resumed)
         if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
             elsewhere = self.results[other.name]
-            checks.append(
-                check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=probe.by_batch_norm)
-            )
+            apart = probe.by_batch_norm or (probe.plan.gathers and probe.batch_norm)  # batch norm sees others there
+            checks.append(check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart))
         return checks
 
     def _fewer(self) -> int:

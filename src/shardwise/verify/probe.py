@@ -26,6 +26,7 @@ from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.precision import Precision
 from shardwise.engine.run import Run
 from shardwise.engine.user_task import OwnTask
+from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Task
 from shardwise.verify.contents import contents_of, digests, first_difference
 from shardwise.verify.dropout import switch_off_in
@@ -134,7 +135,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     split = plain.split_matters(ids, [part for _, _, part in pieces])
     unlike, random_data = first.read_again(ids)
     return Probe(
-        plan=Plan(batching, window, start, clip),
+        plan=Plan(batching, window, start, clip, first.scope.used),
         precision=config.training.precision,
         samples=len(run.train_data),
         held_out=0 if run.valid_data is None else len(run.valid_data),
@@ -227,6 +228,7 @@ class _Batch:
         self.run = run
         self.precision = Precision(precision, run.world.device.type)
         self.reader = Reader(run.train_data, self.task.collate, self.task.count, run.config.seed)
+        self.scope = Scope(run.strategy.layout, alone=True)
 
     def read(self, ids: Indices) -> Any:
         return _map_tensors(self.reader.micro_batch(ids), lambda tensor: tensor.to(self.run.world.device))
@@ -247,7 +249,7 @@ class _Batch:
                 else:
                     buffer.add_(1)
         seed_everything(self.run.config.seed, Purpose.STEP, seed, 0)
-        with self.precision.autocast():
+        with self.precision.autocast(), gathering(self.scope):
             loss = self.task.loss(self.model, inputs)
         # Divided here and multiplied below: gradients of a sum may be too large for fp16.
         count = max(1, int(loss.count))

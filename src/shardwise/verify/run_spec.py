@@ -23,6 +23,8 @@ class Plan:
     start: int
     """Where in the first epoch the first step begins: it is a ragged one."""
     clip: float
+    gathers: bool = False
+    """The loss looks at the rows of all ranks together: a global batch is never taken apart into several micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,10 @@ def config_for(config: Config, spec: RunSpec) -> Config:
     else:
         copies = strategy_for(asked, spec.world).copies(spec.world) if spec.batches == "ranks" else 1
         per_copy = batching.world * batching.accumulation // copies
-        put |= {"batch_size": batching.batch_size, "gradient_accumulation": per_copy}
+        size, accumulation = batching.batch_size, per_copy
+        if spec.plan and spec.plan.gathers:
+            size, accumulation = size * per_copy, 1
+        put |= {"batch_size": size, "gradient_accumulation": accumulation}
     if asked.training.ddp.comm_hook != "none":  # compressed gradients are other gradients, by design
         put["ddp"] = asked.training.ddp.model_dump(exclude_unset=True) | {"comm_hook": "none"}
     return _changed(asked, put, drop, run_dir=str(spec.run_folder))

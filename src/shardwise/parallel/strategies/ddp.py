@@ -73,7 +73,7 @@ class DistributedDataParallelStrategy(Strategy):
         self.layout, world = layout, layout.world
         self.module, self.regions = whole_model(spec, self.training, world)
         broadcast_buffers(self.module, dict(self.module.named_buffers()), world)
-        dtype = copies_dtype(spec, self.training)
+        dtype = copies_dtype(spec, self.training, self.module)
         if dtype and _reaches_masters(self.options):
             broadcast_parameters(self.module, world)  # DDP will see the copies only
             self.low_precision = LowPrecisionWeights(self.module, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
@@ -27,14 +27,19 @@ from shardwise.parallel.memory import (
     short_bytes,
     whole_copy,
 )
+from shardwise.parallel.parameter_marks import ParameterMarks
 from shardwise.parallel.recipe import ModelSpec, receive, shape_and_weights, tuned
-from shardwise.parallel.strategy import Strategy
+from shardwise.parallel.strategy import Forward, MicroBatch, Strategy
+from shardwise.parallel.unused_parameters import UnusedParameters
 from shardwise.parallel.weights import low_precision_dtype, materialize
 
 
 class FullyShardedDataParallel(Strategy):
     name = "fsdp"
     keeps_memory_format = False
+
+    unused: UnusedParameters | None = None
+    """Parameters that a rank does not use, where the model is sharded."""
 
     @property
     def options(self) -> Fsdp:
@@ -98,6 +103,9 @@ class FullyShardedDataParallel(Strategy):
     def wrap(self, spec: ModelSpec, layout: Layout) -> None:
         self.layout, world = layout, layout.world
         shape, weights = shape_and_weights(spec, self.training, world)
+        marks = ParameterMarks(shape)
+        if self.shards:
+            marks.refuse_gradient_hooks(self.name)
         refuse_what_cannot_be_sharded(shape)
         blocks = spec.find_blocks(shape)
         self.split(shape, spec)
@@ -105,9 +113,11 @@ class FullyShardedDataParallel(Strategy):
         self.regions = tuned(shape, blocks, compiled, spec.one_size, self.training, world)
         blocks = recompute(shape, blocks, self.options)
         if self.shards:
-            shard(shape, blocks, self.options, self.training, layout)
+            units = shard(shape, blocks, self.options, self.training, layout)
+            self.unused = UnusedParameters(shape, units, world)
         materialize(shape, world.device, parameters=torch.device("cpu") if self.options.cpu_offload else None)
         receive(shape, weights, world)
+        marks.put_on(shape)
         self.model = self.module = shape
 
     def split(self, shape: nn.Module, spec: ModelSpec) -> None:
@@ -118,6 +128,11 @@ class FullyShardedDataParallel(Strategy):
         return True
 
     # ---------------------------------------------------------------- one step
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], forward: Forward) -> None:
+        super().forward_backward(micro_batches, forward)
+        if self.unused is not None:
+            self.unused.settle()
 
     @contextmanager
     def reducing_gradients(self, last: bool = True, *, only: bool = False) -> Iterator[None]:
@@ -173,10 +188,15 @@ def offloaded(shortage: Shortage) -> Remedy:
     return Remedy(what, shortage.state - 2 * 4 * shortage.sizes.largest_block)
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], options: Fsdp, training: Training, layout: Layout) -> None:
-    """Each block is a unit that is gathered when it computes; all else forms the outermost unit."""
+def shard(
+    model: nn.Module, blocks: list[nn.Module], options: Fsdp, training: Training, layout: Layout
+) -> list[nn.Module]:
+    """Each block is a unit that is gathered when it computes; all else forms the outermost unit. Returns the blocks that are
+    units."""
+    # Of doubles fp32 would be fewer digits, not more.
+    in_fp32 = options.reduce_in == "fp32" and all(each.dtype != torch.float64 for each in model.parameters())
     policy = MixedPrecisionPolicy(
-        param_dtype=low_precision_dtype(training), reduce_dtype=torch.float32 if options.reduce_in == "fp32" else None
+        param_dtype=low_precision_dtype(training), reduce_dtype=torch.float32 if in_fp32 else None
     )
     offload = (
         CPUOffloadPolicy(pin_memory=layout.world.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
@@ -192,21 +212,39 @@ def shard(model: nn.Module, blocks: list[nn.Module], options: Fsdp, training: Tr
         )
     if options.prefetch > 1:
         _gather_ahead([unit for unit in units if isinstance(unit, FSDPModule)], options.prefetch)
+    return units
 
 
 def sharding_units(model: nn.Module, blocks: list[nn.Module], min_num_params: int) -> list[nn.Module]:
-    """The blocks that are sharded on their own; all else forms the outermost unit.
+    """The blocks that are sharded on their own; all else forms the outermost unit. What is within another comes before it.
 
     A block that shares a weight with anything outside it must stay in the outermost unit: a parameter that two units
-    own would be reduced twice.
+    own would be reduced twice. An expert that gets no token on a rank is not called there, and would not be gathered: the unit
+    is the layer that holds it.
     """
-    owners = _owners(model)
+    owners, names = _owners(model), {module: name for name, module in model.named_modules()}
     units = []
-    for block in blocks:
+    for block in dict.fromkeys(_called_always(model, names[block]) for block in blocks):
         shared = any(owners[key] > times for key, times in _owners(block).items())
-        if not shared and sum(parameter.numel() for parameter in block.parameters()) >= min_num_params:
+        if block is not model and not shared and sum(each.numel() for each in block.parameters()) >= min_num_params:
             units.append(block)
-    return units
+    return sorted(units, key=lambda unit: -names[unit].count(".")) if _nested(units) else units
+
+
+def _called_always(model: nn.Module, name: str) -> nn.Module:
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        if "expert" in part.lower() and isinstance(
+            model.get_submodule(".".join(parts[: depth + 1])), nn.ModuleList | nn.ModuleDict
+        ):
+            return model.get_submodule(".".join(parts[:depth]))
+    return model.get_submodule(name)
+
+
+def _nested(units: list[nn.Module]) -> bool:
+    return len({module for unit in units for module in unit.modules()}) < sum(
+        len(list(unit.modules())) for unit in units
+    )
 
 
 def regions_of_shards(regions: list[nn.Module], blocks: list[nn.Module]) -> list[nn.Module]:

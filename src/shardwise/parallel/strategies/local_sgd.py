@@ -78,7 +78,7 @@ class LocalSgd(Strategy):
         self.model = self.module
         broadcast_parameters(self.module, layout.world)
         broadcast_buffers(self.module, dict(self.module.named_buffers()), layout.world)
-        if dtype := copies_dtype(spec, self.training):
+        if dtype := copies_dtype(spec, self.training, self.module):
             self.low_precision = LowPrecisionWeights(self.module, dtype)
             self.low_precision.collect_as_they_come()
 

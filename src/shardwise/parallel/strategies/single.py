@@ -29,6 +29,6 @@ class Single(Strategy):
         self.layout = layout
         self.module, self.regions = whole_model(spec, self.training, layout.world)
         self.model = self.module
-        if dtype := copies_dtype(spec, self.training):
+        if dtype := copies_dtype(spec, self.training, self.module):
             self.low_precision = LowPrecisionWeights(self.module, dtype)
             self.low_precision.collect_as_they_come()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardwise.config.schema import Tensor as Options
@@ -61,7 +62,29 @@ class TensorParallel(FullyShardedDataParallel):
                 "strategy tensor: this task or model does not say how its matrices are split (Task.tensor_plan). The nearest "
                 "that works is strategy: fsdp, which splits any model"
             )
-        parallelize_module(shape, self.layout.mesh["tensor"], dict(styles))
+        try:
+            parallelize_module(shape, self.layout.mesh["tensor"], dict(styles))
+        except (ValueError, TypeError, RuntimeError, NotImplementedError, AssertionError) as error:
+            raise ConfigError(
+                f"strategy tensor: the task's tensor_plan cannot be applied to its model: {error}"
+            ) from error
+        self._refuse_uneven(shape)
+
+    def _refuse_uneven(self, shape: nn.Module) -> None:
+        """Of a matrix that does not divide, ranks have parts of different sizes, which no product of PyTorch's takes (torch
+        2.13)."""
+        for path, module in shape.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if not isinstance(module, nn.Linear) or not isinstance(parameter, DTensor):
+                    continue
+                for placement in parameter.placements:
+                    size = self.layout.size("tensor")
+                    if isinstance(placement, Shard) and parameter.shape[placement.dim] % size:
+                        raise ConfigError(
+                            f"strategy tensor: {path}.{name} of shape {list(parameter.shape)} does not divide over {size} ranks "
+                            f"along its axis {placement.dim}, as the task's tensor_plan asks. Choose a model.* size that does, "
+                            "another training.tensor.size, or strategy: fsdp, which splits any model"
+                        )
 
     @property
     def shards(self) -> bool:

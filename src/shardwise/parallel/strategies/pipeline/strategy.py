@@ -27,6 +27,7 @@ from shardwise.parallel.gradients import global_norm, gradients
 from shardwise.parallel.layout import Axes, Layout, group_size
 from shardwise.parallel.memory import ModelSizes, StateBytes, whole_copy
 from shardwise.parallel.object_collectives import dtype_name
+from shardwise.parallel.parameter_marks import ParameterMarks
 from shardwise.parallel.recipe import ModelSpec, Trial, shape_and_weights
 from shardwise.parallel.strategies.fsdp import refuse_what_cannot_be_sharded, shard, sharding_axes
 from shardwise.parallel.strategies.pipeline.runtime import FINE, Pipeline
@@ -97,6 +98,11 @@ class PipelineParallel(Strategy):
         """This rank's pieces of the model, each with its own weights."""
         self.layout, world, training = layout, layout.world, self.training
         shape, weights = shape_and_weights(spec, training, world)
+        marks = ParameterMarks(shape)
+        if training.fsdp is not None:
+            marks.refuse_gradient_hooks(self.name)
+        if self.options.schedule == "zero_bubble":
+            marks.refuse_hooks("training.pipeline.schedule: zero_bubble")
         shape = copy.deepcopy(shape).to("meta")
         stages = layout.size("stage")
         count = stages * (self.options.pieces_per_rank if self.options.schedule in FINE else 1)
@@ -115,6 +121,8 @@ class PipelineParallel(Strategy):
             materialize(piece, world.device)
             pieces.append(piece)
         _receive(pieces, weights, layout)
+        for piece in pieces:
+            marks.put_on(piece.model)
         sharded = training.fsdp is not None
         self.model = Pipeline(shape, sketch, pieces, edges, self.options, layout, spec.micro_batches, sharded=sharded)
         self.module = self.model.names
