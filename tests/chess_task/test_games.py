@@ -8,7 +8,8 @@ import pytest
 
 from shardwise.errors import DataError
 from shardwise.tasks.chess.config import ChessData
-from shardwise.tasks.chess.games import first_move_of, load_games, plies, random_game
+from shardwise.tasks.chess.games import load_games, random_game
+from shardwise.tasks.chess.movetext import first_move_of, plies
 from shardwise.tasks.chess.tokens import MoveTokenizer
 
 
