@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import DataError
 from shardwise.tasks.chess.config import ChessData
 from shardwise.tasks.chess.games import load_games, random_game
-from shardwise.tasks.chess.movetext import first_move_of, plies
+from shardwise.tasks.chess.movetext import plies
 from shardwise.tasks.chess.tokens import MoveTokenizer
 
 
@@ -18,26 +18,6 @@ def test_synthetic_games_are_legal_and_follow_from_the_seed() -> None:
     assert len(plies(game)) == 40  # plies() plays every move on a board and refuses an illegal one
     assert game == random_game(3, 5, 40)
     assert game != random_game(4, 5, 40) and game != random_game(3, 6, 40)
-
-
-def test_moves_are_read_in_uci_and_in_san_with_and_without_numbers() -> None:
-    expected = ["e2e4", "e7e5", "g1f3", "b8c6"]
-    for text in ("e2e4 e7e5 g1f3 b8c6", "e4 e5 Nf3 Nc6", "1. e4 e5 2. Nf3 Nc6 1-0", "1.e4 e5 2.Nf3 Nc6 *"):
-        found = plies(text)
-        assert [ply.move.uci() for ply in found] == expected
-        assert [text[ply.start : ply.end] for ply in found] == [
-            w for w in text.replace(".", ". ").split() if w[0].isalpha()
-        ]
-
-
-def test_an_illegal_move_is_named() -> None:
-    with pytest.raises(ValueError, match="'e2e5' is not a legal move after 0 half-moves"):
-        plies("e2e5")
-
-
-def test_the_first_word_that_could_be_a_move_is_found() -> None:
-    assert first_move_of(" 12. Nf3 Nc6") == "Nf3"
-    assert first_move_of("") == ""
 
 
 def test_every_legal_move_is_one_token() -> None:

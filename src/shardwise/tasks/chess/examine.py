@@ -20,7 +20,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from shardwise.tasks.chess.movetext import CASTLES, UCI, Game, NotAGame, read_games, several
+from shardwise.tasks.chess.movetext import CASTLES, UCI, Game, NotAGame, castled, read_games, several
 
 AT_ONCE = 128
 """Texts that are handed over together: a few tenths of a second of work."""
@@ -61,6 +61,8 @@ class Text:
     line: int
     """From 1; of a data set, the row, from 0."""
     text: str
+    problem: str = ""
+    """Why it is no game, where the file shows that already."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _as_written(text: str, game: Game, first: int, last: int) -> str:
         if UCI.match(word):
             word = ply.word
         elif castles := CASTLES.match(word):
-            word = ("O-O-O" if castles[1] else "O-O") + word[castles.end(1) if castles[1] else castles.start(2) :]
+            word = castled(castles) + word[castles.end() :]
         parts += [text[first : ply.start], word]
         first = ply.end
     return "".join([*parts, text[first:last]])
@@ -138,7 +140,7 @@ def examine_all(texts: Iterable[Text], wish: Wish) -> Iterator[tuple[Text, Found
 
 
 def _examined(batch: list[Text], wish: Wish) -> list[Found]:
-    return [examine(each.text, wish) for each in batch]
+    return [Found([], problem=each.problem) if each.problem else examine(each.text, wish) for each in batch]
 
 
 def _done(result: list[Found]) -> Future[list[Found]]:

@@ -91,8 +91,7 @@ class GamesFile:
             record = json.loads(line, object_pairs_hook=_Pairs if line.count(f'"{self.column}"') > 1 else None)
         except (ValueError, RecursionError) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            array = ". This looks like one JSON array over many lines: write each game on a line of its own"
-            hint = array if first and line.lstrip().startswith("[") else ""
+            hint = _hint(line.strip()) if first else ""
             raise DataError(f"{where}: not valid JSON ({reason}); {shape}{hint}") from None
         if isinstance(record, _Pairs):
             if sum(key == self.column for key, _ in record) > 1:
@@ -117,28 +116,37 @@ class GamesFile:
     def _pgn(self, stream: io.BufferedReader) -> Iterator[Text]:
         """Games by their tags and results. Whatever is wrong inside one is found when its moves are read."""
         lines: list[str] = []
-        began, tags, moves, over, comment = 1, False, False, False, False
+        tags: set[str] = set()
+        began, moves, over, comment, all_over = 1, False, False, False, True
         for number, line in enumerate(_lines_of(stream, self.path), start=1):
             bare = line.strip()
-            tag = _TAG.match(bare) is not None
+            tag = _TAG.match(bare)
             # A comment that is not closed would swallow the rest of the file.
-            starts = (tag and moves and (not comment or _EVENT.match(bare) is not None)) or (over and bool(bare))
+            if comment:
+                starts = _EVENT.match(bare) is not None
+            else:
+                starts = (over and bool(bare)) or (tag is not None and (moves or tag[1] in tags))
             if starts:
                 yield Text(began, "".join(lines))
-                lines, began, tags, moves, over, comment = [], number, False, False, False, False
+                all_over = all_over and (over or not moves)
+                lines, tags, began, moves, over, comment = [], set(), number, False, False, False
             if not lines and not bare:
                 began = number + 1
                 continue
             lines.append(line)
             if tag and not comment:
-                tags = True
+                tags.add(tag[1])
             elif bare and not (line.startswith("%") or (bare.startswith(";") and not comment)):
                 moves = True
                 if "{" in bare or "}" in bare:
                     comment = _in_comment(bare, comment)
                 over = not comment and _ENDS.search(bare) is not None
         if tags or moves:
-            yield Text(began, "".join(lines))
+            cut = moves and not over and all_over and began > 1
+            problem = (
+                "the file ends before the result of this game, and all others have one: it is cut off" if cut else ""
+            )
+            yield Text(began, "".join(lines), problem)
 
 
 def text_of(value: Any, fen: Any, what: str) -> str:
@@ -152,7 +160,17 @@ def text_of(value: Any, fen: Any, what: str) -> str:
     return f'[FEN "{fen.strip()}"]\n{value}' if fen and value.strip() else value
 
 
+def _hint(line: str) -> str:
+    if _TAG.match(line):
+        return ". This looks like PGN: give the file a name with .pgn"
+    if line.startswith("["):
+        return ". This looks like one JSON array over many lines: write each game on a line of its own"
+    return "" if line.startswith("{") else ". Games of PGN are read from files named .pgn"
+
+
 def _short(value: Any) -> str:
+    if value is None:
+        return "null"
     return f"{type(value).__name__} {str(value)[:40]!r}"
 
 
@@ -160,7 +178,7 @@ class _Pairs(list[tuple[str, Any]]):
     """An object of JSON as it stands, with keys that come twice."""
 
 
-_TAG = re.compile(r'\[\s*[A-Za-z]\w*\s+".*"\s*\]$')
+_TAG = re.compile(r'\[\s*([A-Za-z]\w*)\s+".*"\s*\]$')
 _EVENT = re.compile(r'\[\s*(Event|Site|Date|Round|White|Black|Result|FEN|SetUp|Variant)\s+"')
 _ENDS = re.compile(r"(^|[\s)}])(1-0|0-1|1/2-1/2|1/2|½-½|\*)$")
 

@@ -147,12 +147,12 @@ def _checked(sources: list[Source], options: ChessData, *, uci: bool, tell: Tell
         facts.add(part.facts)
     if facts.illegal and options.illegal_games == "error":
         raise DataError(
-            f"{facts.illegal:,} of {facts.texts:,} texts are no games of chess:{_listed(facts.first_illegal, facts.illegal)}\n"
-            "Mend or remove them, or leave them out: data.illegal_games: skip"
+            f"{_share(facts.illegal, facts.texts, 'is no game', 'are no games')} of legal moves:"
+            f"{_listed(facts.first_illegal, facts.illegal)}\nMend or remove them, or leave them out: data.illegal_games: skip"
         )
     if facts.joined and options.joined_games == "error":
         raise DataError(
-            f"{facts.joined:,} of {facts.texts:,} texts hold more than one game, which would be trained on as one:"
+            f"{_share(facts.joined, facts.texts, 'holds', 'hold')} more than one game:"
             f"{_listed(facts.first_joined, facts.joined)}\nWrite each on a line of its own, or have them taken apart: "
             "data.joined_games: split"
         )
@@ -161,27 +161,38 @@ def _checked(sources: list[Source], options: ChessData, *, uci: bool, tell: Tell
         _tell_of(facts, tell, uci)
     if not len(games):
         names = ", ".join(source.name for source in sources)
-        left_out = (
-            f": {facts.illegal:,} illegal ones and {facts.empty:,} without moves are left out" if facts.texts else ""
+        illegal = (
+            f": {_share(facts.illegal, facts.texts, 'is no game', 'are no games')} of legal moves"
+            if facts.illegal
+            else ""
         )
-        raise DataError(f"there are no games in {names}{left_out}")
+        empty = f": {_share(facts.empty, facts.texts, 'holds', 'hold')} no move" if facts.empty else ""
+        raise DataError(f"no games in {names}{illegal or empty}")
     return games
 
 
 def _tell_of(facts: Facts, tell: Tell, uci: bool) -> None:
     if facts.illegal:
-        tell(f"{facts.illegal:,} of {facts.texts:,} texts are left out, for they are no games of chess "
-             f"(data.illegal_games: skip); the first is {facts.first_illegal[0]}")  # fmt: skip
+        are = _share(facts.illegal, facts.texts, "is left out, being no game", "are left out, being no games")
+        tell(f"{are} of legal moves (data.illegal_games: skip). The first: {facts.first_illegal[0]}")
     if facts.joined:
-        tell(f"{facts.joined:,} of {facts.texts:,} texts hold more than one game and are taken apart "
-             f"(data.joined_games: split); the first is {facts.first_joined[0]}")  # fmt: skip
+        hold = _share(facts.joined, facts.texts, "holds", "hold")
+        tell(
+            f"{hold} more than one game: they are taken apart (data.joined_games: split). The first: {facts.first_joined[0]}"
+        )
     if facts.empty:
         tell(
-            f"{facts.empty:,} of {facts.texts:,} texts hold no move and are left out; the first is {facts.first_empty[0]}"
+            f"{_share(facts.empty, facts.texts, 'holds', 'hold')} no move: left out. The first: {facts.first_empty[0]}"
         )
     if facts.other_starts and uci:
-        tell(f"{facts.other_starts:,} games start from a position of their own, which tokenizer.strategy: moves does not tell "
-             "the model: it is given their moves alone")  # fmt: skip
+        tell(
+            f"{facts.other_starts:,} of the games start from a position of their own. With tokenizer.strategy: moves, the model "
+            "is given their moves alone, and not the position"
+        )
+
+
+def _share(part: int, of: int, one: str, several: str) -> str:
+    return f"{part:,} of {of:,} texts {one if part == 1 else several}"
 
 
 def _listed(first: list[str], number: int) -> str:

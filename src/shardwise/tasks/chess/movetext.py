@@ -138,7 +138,7 @@ _SUFFIX = re.compile(r"(\$\d+|[!?‼⁇⁈⁉]+|e\.?p\.?)$")
 # Not in mixed case: B4c3 is a bishop's move in SAN.
 UCI = re.compile(r"(?:([a-h][1-8])[-x]?([a-h][1-8])|([A-H][1-8])[-X]?([A-H][1-8]))(?:=?([qrbnQRBN]))?$")
 _PLAIN = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?$")
-CASTLES = re.compile(r"[oO0]-?[oO0](-?[oO0])?([+#]?)$")
+CASTLES = re.compile(r"[oO0]-?[oO0](-?[oO0])?(?![\w-])")
 _ALONE = re.compile(r"\$\d+|[!?]+|=|±|∓|⩲|⩱|∞|□|⌓|\+-|-\+|\+/-|-/\+|\+=|=\+|\+/=|=/\+|-\+-|--\+|\+--")
 """What stands for itself between moves and is none: assessments."""
 _FIGURINES = str.maketrans(
@@ -165,10 +165,14 @@ def spelled(word: str) -> str:
     while len(shorter := _SUFFIX.sub("", word)) < len(word):
         word = shorter
     if castles := CASTLES.match(word):
-        return ("O-O-O" if castles[1] else "O-O") + castles[2]
+        word = castled(castles) + word[castles.end() :]
     if word.startswith("P") and len(word) > 2:
         word = word[1:]
     return word[:-1] if word.endswith("++") else word
+
+
+def castled(word: re.Match[str]) -> str:
+    return "O-O-O" if word[1] else "O-O"
 
 
 def _read(board: chess.Board, word: str, plain: bool = False) -> chess.Move | None:
@@ -224,9 +228,9 @@ class _Reading:
             elif depth:
                 continue
             elif token["tag"]:
-                if self.game.plies or self.over:
-                    yield self._ended(place)
                 name, value = (token["name"], token["value"]) if token["name"] else (token["name2"], token["value2"])
+                if self.game.plies or self.game.result or name in self.tags:
+                    yield self._ended(place)
                 self.tags[name] = value
             else:
                 yield from self._word(token["word"], place)
