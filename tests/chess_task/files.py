@@ -21,7 +21,7 @@ def read(file: Path, content: bytes | None = None, *, uci: bool = False, **optio
     if content is not None:
         file.write_bytes(content)
     other = file.with_name("valid.jsonl")
-    other.write_bytes(json_lines("g1f3 g8f6"))
+    other.write_text(json.dumps({"text": "g1f3 g8f6", options.get("fen_column", ""): None}))
     said: list[str] = []
     data = ChessData(source="local", paths=[str(file)], valid_paths=[str(other)], **options)
     train, _ = load_games(data, seed=0, uci=uci, tell=said.append)

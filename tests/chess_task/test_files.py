@@ -180,7 +180,7 @@ def test_games_of_pgn_are_their_main_lines(tmp_path: Path, content: bytes) -> No
     ]
     games, said = read(tmp_path / "a.pgn", uci=True)
     assert games == in_uci
-    assert said == ["1 of the games start from a position of their own. With tokenizer.strategy: moves, the model is given "
+    assert said == ["1 of the games starts from a position of their own. With tokenizer.strategy: moves the model is given "
                     "their moves alone, and not the position"]  # fmt: skip
 
 

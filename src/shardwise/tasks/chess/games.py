@@ -185,9 +185,10 @@ def _tell_of(facts: Facts, tell: Tell, uci: bool) -> None:
             f"{_share(facts.empty, facts.texts, 'holds', 'hold')} no move: left out. The first: {facts.first_empty[0]}"
         )
     if facts.other_starts and uci:
+        start = "starts" if facts.other_starts == 1 else "start"
         tell(
-            f"{facts.other_starts:,} of the games start from a position of their own. With tokenizer.strategy: moves, the model "
-            "is given their moves alone, and not the position"
+            f"{facts.other_starts:,} of the games {start} from a position of their own. With tokenizer.strategy: moves the "
+            "model is given their moves alone, and not the position"
         )
 
 

@@ -25,7 +25,7 @@ from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.kernels.head import summed_loss, use_loss_head, words_apart
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.config import ChessData, ChessModel, ChessTokenizer
-from shardwise.tasks.chess.cuts import told_of_lengths
+from shardwise.tasks.chess.cuts import told_of_tokens
 from shardwise.tasks.chess.games import Tell, load_games
 from shardwise.tasks.chess.layout import IGNORED, packed, padded
 from shardwise.tasks.chess.model import (
@@ -101,7 +101,7 @@ class ChessTask(Task):
     def prepare_data(self) -> None:
         """Games are checked, and which attention is fastest is measured, by one rank of a machine, before any other asks."""
         self._games = self._load_games(tell=log.warning)
-        if said := told_of_lengths(self.tokenizer, self._games, self._tokenizer_options.max_seq_len):
+        for said in told_of_tokens(self.tokenizer, self._games, self._tokenizer_options.max_seq_len):
             log.warning(said)
         if self._chooses_attention:
             with torch.device("meta"):

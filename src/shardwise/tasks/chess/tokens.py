@@ -148,8 +148,12 @@ class PretrainedTokenizer:
         # One after the other: several at once would be done by threads, which a loader's workers cannot be forked from.
         return [len(self.encode(text, with_moves=False).ids) for text in texts]
 
-    def unknown(self, ids: list[int]) -> int:
-        return ids.count(self.inner.unk_token_id)
+    def unknown_share(self, texts: Iterable[str]) -> float:
+        """Of the tokens of these texts, those that stand for what the tokenizer does not know."""
+        # Some write padding for it. What a text may begin or end with is not that.
+        unknown = {self.inner.unk_token_id, self.inner.pad_token_id} - {self.bos_id, self.eos_id}
+        ids = [number for text in texts for number in self.encode(text, with_moves=False).ids]
+        return sum(number in unknown for number in ids) / max(1, len(ids))
 
     def move_word(self, ids: list[int]) -> str:
         return first_move_of(self.inner.decode(ids, skip_special_tokens=True))
