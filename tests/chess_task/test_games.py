@@ -12,6 +12,7 @@ from shardwise.tasks.chess.games import load_games, random_game
 from shardwise.tasks.chess.movetext import plies
 from shardwise.tasks.chess.tokens import MoveTokenizer
 from tests.chess_task.files import GAMES, json_lines, read
+from tests.conftest import REPOSITORY
 
 
 def test_synthetic_games_are_legal_and_follow_from_the_seed() -> None:
@@ -188,3 +189,15 @@ def test_a_hugging_face_data_set_is_read_with_lists_of_moves_too(tmp_path: Path)
         load_games(ChessData(source="hub", dataset=str(folder)), seed=0)
     with pytest.raises(DataError, match=r"data.dataset: .*nothing' \(split 'train'\) is neither a folder"):
         load_games(ChessData(source="hub", dataset=str(tmp_path / "nothing")), seed=0)
+
+
+def test_the_games_in_the_docs_are_read(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "running.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith('{"text"')]
+    assert len(lines) == 3
+    games, _ = read(tmp_path / "a.jsonl", "\n".join(lines).encode(), uci=True)
+    assert [game.split("\n")[-1] for game in games] == [
+        "e2e4 e7e5 g1f3 b8c6",
+        "d2d4 g8f6 c2c4 g7g6 b1c3",
+        "e1c1 e8e7",
+    ]
