@@ -9,13 +9,15 @@ import numpy as np
 from shardwise.tasks.chess.tokens import GameTokenizer, MoveTokenizer, PretrainedTokenizer
 
 LOOKED_AT = 2000
-"""Games that are made into tokens by a tokenizer that takes its time, spread evenly over all."""
+"""So many games are made into tokens by a tokenizer that takes its time, spread evenly over all."""
+COUNTED = 100_000
+"""So many where tokens are moves, which are only counted."""
 
 
 def told_of_tokens(tokenizer: GameTokenizer, parts: Sequence[Sequence[str]], most: int) -> Iterator[str]:
     """What a person should know of the games of all parts, of which the model is given `most` tokens each."""
     number = sum(map(len, parts))
-    every = 1 if isinstance(tokenizer, MoveTokenizer) else -(-number // LOOKED_AT)
+    every = -(-number // (COUNTED if isinstance(tokenizer, MoveTokenizer) else LOOKED_AT))
     looked_at = [part[index] for part in parts for index in range(0, len(part), every)]
     spread = f" (by {len(looked_at):,} games, spread evenly)" if every > 1 else ""
     lengths = np.array(tokenizer.lengths(looked_at))

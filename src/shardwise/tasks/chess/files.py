@@ -70,7 +70,7 @@ class GamesFile:
 
     # ---------------------------------------------------------------- JSON lines
 
-    def _json_lines(self, stream: io.BufferedReader) -> Iterator[Text]:
+    def _json_lines(self, stream: io.BufferedReader[Any]) -> Iterator[Text]:
         # Not str.splitlines, which breaks lines at characters that may stand within a JSON text, such as U+2028.
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
             where = f"{self.path}, line {number}"
@@ -113,7 +113,7 @@ class GamesFile:
 
     # ---------------------------------------------------------------- PGN
 
-    def _pgn(self, stream: io.BufferedReader) -> Iterator[Text]:
+    def _pgn(self, stream: io.BufferedReader[Any]) -> Iterator[Text]:
         """Games by their tags and results. Whatever is wrong inside one is found when its moves are read."""
         lines: list[str] = []
         tags: set[str] = set()
@@ -199,7 +199,7 @@ def _in_comment(line: str, inside: bool) -> bool:
     return inside
 
 
-def _lines_of(stream: io.BufferedReader, path: Path) -> Iterator[str]:
+def _lines_of(stream: io.BufferedReader[Any], path: Path) -> Iterator[str]:
     """Lines that end with any of the three line ends; each in UTF-8, or else in Latin-1, as names of players often are."""
     # Latin-1 gives every byte back as it was.
     lines = io.TextIOWrapper(stream, encoding="latin-1", newline=None)

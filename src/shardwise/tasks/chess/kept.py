@@ -91,8 +91,8 @@ class KeptGames(Sequence[str]):
         self.folder = folder
         about = json.loads((folder / "about.json").read_text())
         self.facts = Facts(**about["facts"])
-        self.bounds: NDArray[np.int64] = np.load(folder / "bounds.npy")
-        self.digests: NDArray[np.uint64] = np.load(folder / "digests.npy")
+        self.bounds: NDArray[np.int64] = np.load(folder / "bounds.npy", mmap_mode="r")
+        self.digests: NDArray[np.uint64] = np.load(folder / "digests.npy", mmap_mode="r")
         size = (folder / "games.txt").stat().st_size
         if size != int(self.bounds[-1]) or len(self.digests) != len(self) or size != about["size"]:
             raise ValueError("sizes do not match")

@@ -182,9 +182,8 @@ def _read(board: chess.Board, word: str, plain: bool = False) -> chess.Move | No
             return board.parse_uci(word)
         if uci := UCI.match(word):
             return board.parse_uci("".join(part or "" for part in uci.groups()).lower())
-        return (
-            board.parse_san(word) or None
-        )  # python-chess takes "--" for a move that passes, which chess does not have
+        # python-chess takes "--" for a move that passes, which chess does not have.
+        return board.parse_san(word) or None
     except ValueError:
         return None
 
