@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.chess.task import ChessTask
+from tests.chess_task.files import json_lines
 from tests.hub import write_model
 from tests.tasks import config_of
 
@@ -84,6 +85,74 @@ def test_a_legal_move_that_was_not_played_is_legal_but_not_right() -> None:
     metrics = task.evaluate(Oracle(torch.tensor([[*answer.ids[1:], 0]]), task.tokenizer.size), batch)
     assert float(metrics["legal_move_share"].sum) == 1
     assert float(metrics["next_move_accuracy"].sum) == 0
+
+
+def test_a_game_from_a_position_is_evaluated_from_there() -> None:
+    task = task_of()
+    text = '[FEN "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 10"]\ne8d7 e1c1 d7c7'
+    games = [task.tokenizer.encode(each, with_moves=True) for each in (text, "e2e4 e7e5 g1f3")]
+    batch = task.collate(games)
+    metrics = task.evaluate(Oracle(batch["targets"].clamp(min=0), task.tokenizer.size), batch)
+    assert float(metrics["legal_move_share"].sum) == float(metrics["next_move_accuracy"].sum) == 6
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+def test_a_game_from_a_position_is_evaluated_there_when_read_from_a_file(tmp_path: Path, pretrained: bool) -> None:
+    file = tmp_path / "a.jsonl"
+    fen = '[FEN "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 10"]\n'
+    file.write_bytes(json_lines(*[f"{fen}e8d7 e1c1 d7c7 c1b1 c7c6 b1a2 c6c5 a2a3"] * 4))
+    more = [f"model.name={write_model(tmp_path / 'model')}"] if pretrained else []
+    task = task_of("data.num_games=2", "data.source=local", f"data.paths=[{file}]", *more)
+    batch = task.collate([task.valid_data()[0]])
+    assert batch["games"][0].start.fen == "4k3/8/8/8/8/8/8/R3K2R b KQ - 0 10"
+    by_heart = torch.cat([batch["targets"].clamp(min=0), torch.zeros(1, 16, dtype=torch.long)], dim=1)
+    metrics = task.evaluate(Oracle(by_heart, task.tokenizer.size), batch)
+    assert float(metrics["legal_move_share"].sum) == metrics["legal_move_share"].count > 0
+
+
+def test_games_that_are_cut_are_counted_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    texts = [" ".join(["g1f3 g8f6 f3g1 f6g8"] * times) for times in (1, 2, 3, 4)]
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(json_lines(*texts))
+    keys = ["data.source=local", f"data.paths=[{file}]"]
+    task = task_of(*keys, "tokenizer.max_seq_len=12")
+    task.prepare_data()
+    assert len(task.train_data()) + len(task.valid_data()) == 4
+    # 6, 10, 14 and 18 tokens, of which 2 and 6 are too many
+    assert caplog.messages == [
+        "2 of 4 games are longer than tokenizer.max_seq_len: 12 and are cut there: 16.7% of all tokens are lost, the "
+        "ends of games"
+    ]
+    caplog.clear()
+    task_of(*keys, "tokenizer.max_seq_len=18").prepare_data()
+    assert not caplog.messages
+
+
+def test_of_many_games_a_pretrained_tokenizer_looks_at_some(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.tasks.chess.cuts.LOOKED_AT", 10)
+    task_of(f"model.name={write_model(tmp_path)}", "tokenizer.max_seq_len=8").prepare_data()
+    assert "about 100.0% of 30 games are longer than tokenizer.max_seq_len: 8 and are cut there" in caplog.messages[0]
+    assert "(by 10 games, spread evenly)" in caplog.messages[0] and len(caplog.messages) == 1
+
+
+def test_a_tokenizer_that_does_not_know_the_notation_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That of an exported model of moves knows UCI, and takes every word of SAN for padding."""
+    task_of().tokenizer.save(tmp_path)
+    file = tmp_path / "a.jsonl"
+    for texts, share in ((["1. e4 e5", "1. d4 d5"], "60.0%"), (["e2e4 e7e5", "d2d4 d7d5"], None)):
+        caplog.clear()
+        file.write_bytes(json_lines(*texts))
+        keys = [
+            "tokenizer.strategy=pretrained",
+            f"tokenizer.name={tmp_path}",
+            "data.source=local",
+            f"data.paths=[{file}]",
+        ]
+        task_of(*keys).prepare_data()
+        told = [said for said in caplog.messages if "stand for what the tokenizer does not know" in said]
+        assert len(told) == (share is not None) and all(str(share) in said for said in told), caplog.messages
 
 
 def test_perplexity_follows_from_the_loss() -> None:

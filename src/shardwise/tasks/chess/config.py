@@ -13,11 +13,27 @@ from shardwise.tasks.hub_data import HubData
 class ChessData(HubData):
     source: Literal["synthetic", "local", "hub"] = Field(
         "synthetic",
-        description="synthetic: legal games made from the seed; local: JSONL files; hub: a Hugging Face data set.",
+        description="synthetic: legal games made from the seed; local: files; hub: a Hugging Face data set.",
     )
-    paths: list[PathText] = Field([], description="local: JSONL files, one object with the text of a game per line.")
+    paths: list[PathText] = Field(
+        [],
+        description="local: JSONL files, one object with a game per line, or PGN; also compressed (gz, zst, bz2, xz).",
+    )
     valid_paths: list[PathText] = Field([], description="local: files to validate on; default: a share of `paths`.")
     text_column: str = Field("text", min_length=1, description="local and hub: the key or column that holds the game.")
+    fen_column: str | None = Field(
+        None,
+        min_length=1,
+        description="local and hub: the key or column with the position that a game starts from, in FEN.",
+    )
+    illegal_games: Literal["error", "skip"] = Field(
+        "error",
+        description="local and hub: what follows from a text that is no game of legal moves. skip: left out, and counted.",
+    )
+    joined_games: Literal["error", "split"] = Field(
+        "error",
+        description="local and hub: what follows from several games in one text. split makes each a game of its own.",
+    )
     valid_fraction: float = Field(0.05, gt=0, lt=1, description="Share of games held out, chosen by the seed.")
     num_games: int = Field(2000, ge=2, description="synthetic: how many games, validation included.")
     max_plies: int = Field(40, ge=1, le=600, description="synthetic: half-moves per game at most.")
@@ -25,7 +41,7 @@ class ChessData(HubData):
     @model_validator(mode="after")
     def _source_is_complete(self) -> ChessData:
         if self.source == "local" and not self.paths:
-            raise ValueError("source: local needs paths, a list of JSONL files")
+            raise ValueError("source: local needs paths, a list of JSONL or PGN files")
         if self.source != "local" and (self.paths or self.valid_paths):
             raise ValueError(f"paths and valid_paths are read with source: local, but source is {self.source}")
         return self

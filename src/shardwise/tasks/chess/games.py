@@ -1,42 +1,50 @@
-"""Games of chess as text: made from a seed, read from files, and taken apart into moves."""
+"""The games to train and to validate on: made from a seed, or read from files and data sets and checked."""
 
 from __future__ import annotations
 
-import json
 import random
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import chess
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.data.cache import cache_folder, made_once
 from shardwise.data.holdout import copies_together, hold_out
 from shardwise.data.hub import load_split, require_column
 from shardwise.errors import DataError
 from shardwise.tasks.chess.config import ChessData
+from shardwise.tasks.chess.examine import Text
+from shardwise.tasks.chess.files import GamesFile, text_of
+from shardwise.tasks.chess.kept import Facts, KeptGames, Source, keep_games
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Tell = Callable[[str], object]
 
-def load_games(options: ChessData, seed: int) -> tuple[Sequence[str], Sequence[str]]:
-    """Training and validation texts. No game is in both."""
+
+def load_games(
+    options: ChessData, seed: int, *, uci: bool = False, tell: Tell | None = None
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Training and validation texts, each of them one legal game.
+
+    `uci`: the moves are enough, in UCI. `tell`: hears what a person should know of the data; without it, that is known already.
+    """
     if options.source == "synthetic":
-        texts: Sequence[str] = _random_games(seed, options.num_games, options.max_plies)
-        held_out: Sequence[str] | None = None
-    elif options.source == "local":
-        texts = _read_files(options.paths, options.text_column)
-        held_out = _read_files(options.valid_paths, options.text_column) if options.valid_paths else None
+        return _split(_random_games(seed, options.num_games, options.max_plies), options.valid_fraction, seed)
+    if options.source == "local":
+        sources = _local(options, "paths")
+        held_out = _local(options, "valid_paths")
     else:
-        texts = _read_hub(options, options.split)
-        held_out = _read_hub(options, options.valid_split) if options.valid_split else None
-    if held_out is not None:
-        return texts, held_out
-    return _split(texts, options.valid_fraction, seed)
+        sources = [_hub(options, options.split)]
+        held_out = [_hub(options, options.valid_split)] if options.valid_split else []
+    games = _checked(sources, options, uci=uci, tell=tell)
+    if held_out:
+        return games, _checked(held_out, options, uci=uci, tell=tell)
+    return _split(games, options.valid_fraction, seed)
 
 
 def _random_games(seed: int, number: int, max_plies: int) -> list[str]:
@@ -65,109 +73,144 @@ def random_game(seed: int, index: int, max_plies: int) -> str:
     return " ".join(moves)
 
 
-@dataclass(frozen=True)
-class Ply:
-    """A move and the characters of the text that say it."""
-
-    move: chess.Move
-    start: int
-    end: int
-
-
-_WORD = re.compile(r"\S+")
-_MOVE_NUMBER = re.compile(r"^\d+\.+")
-_NOT_MOVES = {"", "1-0", "0-1", "1/2-1/2", "*"}
-
-
-def plies(text: str) -> list[Ply]:
-    """The moves of a game in UCI or SAN, with or without move numbers. Raises ValueError at the first bad one."""
-    board = chess.Board()
-    found: list[Ply] = []
-    for match in _WORD.finditer(text):
-        number = _MOVE_NUMBER.match(match.group())
-        start = match.start() + (number.end() if number else 0)
-        word = text[start : match.end()]
-        if word in _NOT_MOVES:
-            continue
-        move = read_move(board, word)
-        if move is None:
-            raise ValueError(f"{word!r} is not a legal move after {len(found)} half-moves")
-        found.append(Ply(move, start, match.end()))
-        board.push(move)
-    return found
+def _local(options: ChessData, key: str) -> list[Source]:
+    paths = [Path(path) for path in getattr(options, key)]
+    real = [path.resolve() for path in paths]
+    if twice := [path for path, place in zip(paths, real, strict=True) if real.count(place) > 1]:
+        raise DataError(f"data.{key} names {twice[0]} twice: its games would count twice")
+    if key == "valid_paths":
+        trained_on = {Path(path).resolve() for path in options.paths}
+        if both := [path for path, place in zip(paths, real, strict=True) if place in trained_on]:
+            raise DataError(
+                f"{both[0]} is in data.paths and in data.valid_paths: it would be validated on what it trained on"
+            )
+    return [GamesFile(path, f"data.{key}", options.text_column, options.fen_column) for path in paths]
 
 
-def read_move(board: chess.Board, word: str) -> chess.Move | None:
-    """The legal move that a word says, in UCI or SAN; None if it says none."""
-    try:
-        return board.parse_uci(word)
-    except ValueError:
-        pass
-    try:
-        return board.parse_san(word)
-    except ValueError:
-        return None
-
-
-def first_move_of(text: str) -> str:
-    """The first word of a continuation that could be a move."""
-    for match in _WORD.finditer(text):
-        word = _MOVE_NUMBER.sub("", match.group())
-        if word not in _NOT_MOVES:
-            return word
-    return ""
-
-
-def _read_files(paths: list[str], column: str) -> list[str]:
-    texts: list[str] = []
-    for path in paths:
-        file = Path(path)
-        if not file.is_file():
-            raise DataError(f"data.paths: there is no file {file}")
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file} is not a text file in UTF-8: {error.reason} at byte {error.start}") from None
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                texts.append(_text_of(line, column, f"{file}, line {number}"))
-    if not texts:
-        raise DataError(f"data.paths: no games in {', '.join(paths)}")
-    return texts
-
-
-def _text_of(line: str, column: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f'{where}: not valid JSON ({error.msg}); each line is an object like {{"{column}": …}}'
-        ) from None
-    text = record.get(column) if isinstance(record, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{where}: no text under {column!r} (found: {keys}); data.text_column names the key")
-    return text
-
-
-class _Column(Sequence[str]):
-    """A column of a Hugging Face data set, read as it is needed. A list of moves becomes a text."""
-
-    def __init__(self, dataset: Dataset, column: str) -> None:
-        self.dataset, self.column = dataset, column
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        value = self.dataset[int(index)][self.column]
-        return value if isinstance(value, str) else " ".join(value)
-
-
-def _read_hub(options: ChessData, split: str) -> Sequence[str]:
+def _hub(options: ChessData, split: str) -> Source:
     dataset = load_split(str(options.dataset), split, extra="lm")
     require_column(dataset, str(options.dataset), "text_column", options.text_column)
-    return _Column(dataset, options.text_column)
+    if options.fen_column is not None:
+        require_column(dataset, str(options.dataset), "fen_column", options.fen_column)
+    return _Rows(dataset, f"{options.dataset} ({split})", options.text_column, options.fen_column)
+
+
+class _Rows:
+    """Two columns of a Hugging Face data set: the games, and where they start from."""
+
+    unit, is_pgn = "row", False
+
+    def __init__(self, dataset: Dataset, name: str, column: str, fen_column: str | None) -> None:
+        self.dataset, self.name, self.column, self.fen_column = dataset, name, column, fen_column
+        self._read = 0
+
+    def stamp(self) -> list[Any]:
+        return [self.dataset._fingerprint, len(self.dataset), self.column, self.fen_column]
+
+    def share_read(self) -> float:
+        return self._read / max(1, len(self.dataset))
+
+    def texts(self) -> Iterator[Text]:
+        columns = [self.column, *([self.fen_column] if self.fen_column else [])]
+        for part in self.dataset.select_columns(columns).iter(batch_size=1000):
+            fens = part[self.fen_column] if self.fen_column else [None] * len(part[self.column])
+            for value, fen in zip(part[self.column], fens, strict=True):
+                where = f"{self.name}, row {self._read}: {self.column!r}"
+                yield Text(self._read, text_of(value, fen, where))
+                self._read += 1
+
+
+def _checked(sources: list[Source], options: ChessData, *, uci: bool, tell: Tell | None) -> _Joined:
+    """All games that can be trained on. What cannot be is an error, or left out and told, as the config says."""
+    parts = [keep_games(source, uci=uci, whole=tell is not None) for source in sources]
+    facts = Facts()
+    for part in parts:
+        facts.add(part.facts)
+    if facts.illegal and options.illegal_games == "error":
+        raise DataError(
+            f"{_share(facts.illegal, facts.texts, 'is no game', 'are no games')} of legal moves:"
+            f"{_listed(facts.first_illegal, facts.illegal)}\nMend or remove them, or leave them out: data.illegal_games: skip"
+        )
+    if facts.joined and options.joined_games == "error":
+        raise DataError(
+            f"{_share(facts.joined, facts.texts, 'holds', 'hold')} more than one game:"
+            f"{_listed(facts.first_joined, facts.joined)}\nWrite each on a line of its own, or have them taken apart: "
+            "data.joined_games: split"
+        )
+    games = _Joined(parts)
+    if tell is not None:
+        _tell_of(facts, tell, uci)
+    if not len(games):
+        names = ", ".join(source.name for source in sources)
+        illegal = (
+            f": {_share(facts.illegal, facts.texts, 'is no game', 'are no games')} of legal moves"
+            if facts.illegal
+            else ""
+        )
+        empty = f": {_share(facts.empty, facts.texts, 'holds', 'hold')} no move" if facts.empty else ""
+        raise DataError(f"no games in {names}{illegal or empty}")
+    return games
+
+
+def _tell_of(facts: Facts, tell: Tell, uci: bool) -> None:
+    if facts.illegal:
+        are = _share(facts.illegal, facts.texts, "is left out, being no game", "are left out, being no games")
+        tell(f"{are} of legal moves (data.illegal_games: skip). The first: {facts.first_illegal[0]}")
+    if facts.joined:
+        hold = _share(facts.joined, facts.texts, "holds", "hold")
+        tell(
+            f"{hold} more than one game: they are taken apart (data.joined_games: split). The first: {facts.first_joined[0]}"
+        )
+    if facts.empty:
+        tell(
+            f"{_share(facts.empty, facts.texts, 'holds', 'hold')} no move: left out. The first: {facts.first_empty[0]}"
+        )
+    if facts.other_starts and uci:
+        start = "starts" if facts.other_starts == 1 else "start"
+        tell(
+            f"{facts.other_starts:,} of the games {start} from a position of their own. With tokenizer.strategy: moves the "
+            "model is given their moves alone, and not the position"
+        )
+
+
+def _share(part: int, of: int, one: str, several: str) -> str:
+    return f"{part:,} of {of:,} texts {one if part == 1 else several}"
+
+
+def _listed(first: list[str], number: int) -> str:
+    more = f"\n  and {number - len(first):,} more" if number > len(first) else ""
+    return "".join(f"\n  {each}" for each in first) + more
+
+
+class _Joined(Sequence[str]):
+    """The games of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[KeptGames]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part][index - int(self.ends[part]) + len(self.parts[part])]
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        return np.concatenate([part.digests for part in self.parts])
+
+
+def digests_of(texts: Sequence[str]) -> NDArray[np.uint64]:
+    """A number for each game: of its moves where they were checked, else of its text. Equal games have equal ones."""
+    if isinstance(texts, _Subset):
+        return digests_of(texts.texts)[texts.indices]
+    if isinstance(texts, _Joined | KeptGames):
+        return texts.digests
+    # Python's own hash: the fastest there is, and nothing of it leaves this process.
+    return np.array([hash(text) % 2**64 for text in texts], np.uint64)
 
 
 class _Subset(Sequence[str]):
@@ -181,10 +224,9 @@ class _Subset(Sequence[str]):
         return self.texts[int(self.indices[index])]
 
 
-def _split(texts: Sequence[str], valid_fraction: float, seed: int) -> tuple[Sequence[str], Sequence[str]]:
+def _split(texts: Sequence[str], valid_fraction: float, seed: int) -> tuple[_Subset, _Subset]:
     if len(texts) < 2:
         raise DataError("one game cannot be split into training and validation: give more, or data.valid_paths")
     kept, held_out = hold_out(len(texts), valid_fraction, seed)
-    if isinstance(texts, list):  # all of a hub's data set would have to be read
-        kept, held_out = copies_together(kept, held_out, texts)
+    kept, held_out = copies_together(kept, held_out, digests_of(texts).tolist())
     return _Subset(texts, kept), _Subset(texts, held_out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -25,7 +26,8 @@ from shardwise.kernels.backend import Shape, fastest_backend, remembered_backend
 from shardwise.kernels.head import summed_loss, use_loss_head, words_apart
 from shardwise.tasks.base import Loss, Task
 from shardwise.tasks.chess.config import ChessData, ChessModel, ChessTokenizer
-from shardwise.tasks.chess.games import load_games, read_move
+from shardwise.tasks.chess.cuts import told_of_tokens
+from shardwise.tasks.chess.games import Tell, load_games
 from shardwise.tasks.chess.layout import IGNORED, packed, padded
 from shardwise.tasks.chess.model import (
     attention_shape,
@@ -33,8 +35,9 @@ from shardwise.tasks.chess.model import (
     look_at_language_model,
     split_language_model,
 )
+from shardwise.tasks.chess.movetext import read_move
 from shardwise.tasks.chess.overlap import game_contents
-from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, build_tokenizer
+from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, MoveTokenizer, build_tokenizer
 from shardwise.tasks.packing import (
     computes_in,
     decide_packing,
@@ -42,6 +45,8 @@ from shardwise.tasks.packing import (
     on_cuda,
     strategy_against_packing,
 )
+
+log = logging.getLogger(__name__)
 
 POSITIONS_PER_GAME = 4
 """Positions at which the first choice is decoded when a move takes several tokens; one-token moves are all checked."""
@@ -60,7 +65,10 @@ class ChessTask(Task):
 
     @cached_property
     def _games(self) -> tuple[Sequence[str], Sequence[str]]:
-        return load_games(self.config.data, self.config.seed)
+        return self._load_games(tell=None)
+
+    def _load_games(self, tell: Tell | None) -> tuple[Sequence[str], Sequence[str]]:
+        return load_games(self.config.data, self.config.seed, uci=isinstance(self.tokenizer, MoveTokenizer), tell=tell)
 
     @property
     def _model_options(self) -> ChessModel:
@@ -93,7 +101,10 @@ class ChessTask(Task):
         return look_at_language_model(self._model_options, self.tokenizer, self._tokenizer_options.max_seq_len)
 
     def prepare_data(self) -> None:
-        """Which attention is fastest is measured by one rank of a machine, before any other asks."""
+        """Games are checked, and which attention is fastest is measured, by one rank of a machine, before any other asks."""
+        self._games = self._load_games(tell=log.warning)
+        for said in told_of_tokens(self.tokenizer, self._games, self._tokenizer_options.max_seq_len):
+            log.warning(said)
         if self._chooses_attention:
             with torch.device("meta"):
                 model = self._build()
@@ -213,7 +224,7 @@ class ChessTask(Task):
     def _legal_now(self, choices: list[list[int]], games: list[Encoded]) -> list[bool]:
         legal: list[bool] = []
         for row, game in enumerate(games):
-            board = chess.Board()
+            board = game.start.board()
             for move, (first, _) in zip(game.moves, game.spans, strict=True):
                 legal.append(self._is_legal(board, [choices[row][first - 1]]))
                 board.push(move)
@@ -231,7 +242,7 @@ class ChessTask(Task):
             for game, cut, choice in zip(games, cuts, choices, strict=True):
                 if cut is None:
                     continue
-                board = chess.Board()
+                board = game.start.board()
                 for move in game.moves[:cut]:
                     board.push(move)
                 legal.append(self._is_legal(board, choice))
@@ -281,7 +292,7 @@ class _Games:
         if len(ids) < 2:
             raise DataError(f"game {index} has fewer than two tokens, so there is nothing to predict: {text[:60]!r}")
         kept = sum(last <= len(ids) for _, last in encoded.spans)
-        return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept], self.with_moves)
+        return Encoded(ids, encoded.moves[:kept], encoded.spans[:kept], self.with_moves, encoded.start)
 
 
 def _moves(games: list[Encoded]) -> list[tuple[int, chess.Move, tuple[int, int]]]:

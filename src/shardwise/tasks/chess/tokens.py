@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ import chess
 
 from shardwise.errors import DataError, MissingExtra
 from shardwise.tasks.chess.config import ChessModel, ChessTokenizer
-from shardwise.tasks.chess.games import first_move_of, plies
+from shardwise.tasks.chess.movetext import USUAL, Start, first_move_of, read_game
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Encoded:
     spans: list[tuple[int, int]]
     with_moves: bool = False
     """Whether they were asked for: the game is to be evaluated, not trained on."""
+    start: Start = USUAL
+    """Where the moves start from, if they were asked for."""
 
 
 class GameTokenizer(Protocol):
@@ -37,6 +39,10 @@ class GameTokenizer(Protocol):
     def encode(self, text: str, *, with_moves: bool) -> Encoded: ...
     def move_word(self, ids: list[int]) -> str:
         """The move that a continuation begins with."""
+        ...
+
+    def lengths(self, texts: Iterable[str]) -> list[int]:
+        """How many tokens each of these texts would be."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -69,14 +75,23 @@ class MoveTokenizer:
     def encode(self, text: str, *, with_moves: bool) -> Encoded:
         words = text.split()
         numbers = list(map(self._moves.get, words))
-        if with_moves or (None in numbers and not all(_UCI.match(word) for word in words)):
-            words = [ply.move.uci() for ply in plies(text)]
-            numbers = list(map(self._moves.get, words))
-        if None in numbers:
-            raise ValueError(f"{words[numbers.index(None)]!r} is not a move of chess")
-        ids: list[Any] = [self.bos_id, *numbers, self.eos_id]
-        moves = [chess.Move.from_uci(word) for word in words] if with_moves else []
-        return Encoded(ids, moves, [(place + 1, place + 2) for place in range(len(moves))], with_moves)
+        if not with_moves and None not in numbers and _MAY_CASTLE.isdisjoint(words):
+            return Encoded(self._between(numbers), [], [])
+        game = read_game(text)
+        moves = [ply.move for ply in game.plies]
+        ids = self._between([self._moves[move.uci()] for move in moves])
+        if not with_moves:
+            return Encoded(ids, [], [])
+        return Encoded(ids, moves, [(place + 1, place + 2) for place in range(len(moves))], True, game.start)
+
+    def _between(self, numbers: list[Any]) -> list[int]:
+        return [self.bos_id, *numbers, self.eos_id]
+
+    def lengths(self, texts: Iterable[str]) -> list[int]:
+        """Without a look at what the moves are: in UCI, words are moves."""
+        return [
+            text.count(" ") + 3 if text[:1] != "[" else len(self.encode(text, with_moves=False).ids) for text in texts
+        ]
 
     def move_word(self, ids: list[int]) -> str:
         return self.words[ids[0]]
@@ -124,10 +139,21 @@ class PretrainedTokenizer:
             ids.append(self.eos_id)
         if not with_moves:
             return Encoded(ids, [], [])
-        found = plies(text)
+        game = read_game(text)
         offsets = encoded["offset_mapping"]
-        spans = [_tokens_over(offsets, ply.start, ply.end) for ply in found]
-        return Encoded(ids, [ply.move for ply in found], spans, with_moves)
+        spans = [_tokens_over(offsets, ply.start, ply.end) for ply in game.plies]
+        return Encoded(ids, [ply.move for ply in game.plies], spans, with_moves, game.start)
+
+    def lengths(self, texts: Iterable[str]) -> list[int]:
+        # One after the other: several at once would be done by threads, which a loader's workers cannot be forked from.
+        return [len(self.encode(text, with_moves=False).ids) for text in texts]
+
+    def unknown_share(self, texts: Iterable[str]) -> float:
+        """Of the tokens of these texts, those that stand for what the tokenizer does not know."""
+        # Some write padding for it. What a text may begin or end with is not that.
+        unknown = {self.inner.unk_token_id, self.inner.pad_token_id} - {self.bos_id, self.eos_id}
+        ids = [number for text in texts for number in self.encode(text, with_moves=False).ids]
+        return sum(number in unknown for number in ids) / max(1, len(ids))
 
     def move_word(self, ids: list[int]) -> str:
         return first_move_of(self.inner.decode(ids, skip_special_tokens=True))
@@ -136,7 +162,8 @@ class PretrainedTokenizer:
         self.inner.save_pretrained(folder)
 
 
-_UCI = re.compile(r"^[a-h][1-8][a-h][1-8][qrbn]?$")
+_MAY_CASTLE = {"e1h1", "e1a1", "e8h8", "e8a8"}
+"""What castling is also written as: a king that takes its own rook. Or a rook's move; the board tells."""
 
 
 def _every_uci_move() -> list[str]:
