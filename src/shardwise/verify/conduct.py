@@ -105,6 +105,8 @@ class _Proof:
         """Of the runs, when the probe has found it out."""
         self.device, self.device_said = self._device()
         self._refuse()
+        self.from_the_same: float | None = None
+        """How far rounding brings the loss of a step, from the same weights, from itself."""
         self.results: dict[str, GroupResult] = {}
         """Of the runs so far, by name."""
 
@@ -404,6 +406,7 @@ class _Proof:
 
         expected, ours = steps(following.leader), steps(following.ranks)
         noise = Noise.measured(expected, [steps(spec) for spec in following.again], probe.precision)
+        self.from_the_same = noise.whole_limit(noise.losses)
         differs, cause = first_difference(ours, expected, noise), None
         if differs is not None and not probe.by_batch_norm and not probe.plan.gathers:
             split = self._like(
@@ -452,7 +455,10 @@ class _Proof:
         if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
             elsewhere = self.results[other.name]
             apart = probe.by_batch_norm or (probe.plan.gathers and probe.batch_norm)  # batch norm sees others there
-            checks.append(check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart))
+            steady = self.from_the_same
+            checks.append(
+                check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart, from_the_same=steady)
+            )
         return checks
 
     def _fewer(self) -> int:
