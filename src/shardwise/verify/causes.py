@@ -29,7 +29,7 @@ class Cause(Enum):
         "gives each its share",
     )
     DATA_CHANGE = Text(
-        "the data are not the same when read again",
+        "the data are not the same when read again: by the same process, or by the next one",
         "a data set or a collate() that draws from a generator of its own, or from the clock: torch, numpy and random are "
         "seeded for every sample, so what is drawn from them is drawn again",
     )
@@ -149,19 +149,6 @@ class Cause(Enum):
         "some gradients are wrong",
         "what is special about this parameter: tied, used twice, frozen in places, outside the wrapped module",
     )
-    METRIC_OF_SOME_RANKS = Text(
-        "a metric is counted on some ranks only",
-        "`if rank == 0` in evaluate(): every rank returns the sum and the count of its own samples",
-    )
-    EVALUATION_RANDOM = Text(
-        "two evaluations of the same weights do not agree",
-        "what evaluate() adds up in attributes and never sets to zero, and generators of its own",
-    )
-    METRIC_DIFFERS = Text(
-        "a metric depends on how the validation samples are shared out",
-        "evaluate(): return for every metric the sum over samples and their count; a mean of a micro-batch that counts as one, "
-        "or anything that looks across samples, is another on other ranks (what needs all samples together goes through Rows)",
-    )
     RANK_FAILED = Text(
         "a rank failed",
         "the error above; it comes from the program itself",
@@ -237,6 +224,19 @@ class Cause(Enum):
     OVERLAP = Text(
         "validation samples are in the training data",
         "the split: by sample, after duplicates are gone, with one seed",
+    )
+    METRIC_OF_SOME_RANKS = Text(
+        "a metric is counted on some ranks only",
+        "`if rank == 0` in evaluate(): every rank returns the sum and the count of its own samples",
+    )
+    EVALUATION_RANDOM = Text(
+        "two evaluations of the same weights do not agree",
+        "what evaluate() adds up in attributes and never sets to zero, and generators of its own",
+    )
+    METRIC_DIFFERS = Text(
+        "a metric depends on how the validation samples are shared out",
+        "evaluate(): return for every metric the sum over samples and their count; a mean of a micro-batch that counts as one, "
+        "or anything that looks across samples, is another on other ranks (what needs all samples together goes through Rows)",
     )
     EVALUATION_FAILS = Text(
         "evaluation fails",
