@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.data.loader import MicroBatch
 from shardwise.data.seeding import seed_everything
@@ -25,7 +26,8 @@ class Evaluation:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._names = {id(each): canonical(name) for name, each in run.strategy.module.named_parameters()}
+        self._parameters = dict(run.strategy.module.named_parameters())
+        self._names = {id(each): canonical(name) for name, each in self._parameters.items()}
         self._own: dict[str, list[float]] = {}
         self._seeds: tuple[int, ...] = ()
         """To evaluate one micro-batch with."""
@@ -89,10 +91,9 @@ class Evaluation:
         return [digest(torch.get_rng_state()), repr(random.random()), repr(np.random.random())]
 
     def _state(self) -> dict[str, str]:
-        """Fingerprints of weights, buffers, moments and settings. Weights as a whole: an evaluation under fsdp leaves some put
-        together."""
+        """Fingerprints of weights, buffers, moments and settings."""
         module = self.run.strategy.module
-        found = {f"weight {name}": digest(each) for name, each in whole(module.named_parameters()).items()}
+        found = {f"weight {name}": digest(each) for name, each in whole(self._weights()).items()}
         found |= {f"buffer {canonical(name)}": digest(local(each)) for name, each in module.named_buffers()}
         for each, values in self.run.parts.optimizer.state.items():
             found |= {
@@ -101,3 +102,9 @@ class Evaluation:
                 if isinstance(value, Tensor)
             }
         return found | settings_of(module)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """By name, as they are now; under fsdp an evaluation leaves some put together, and cast: of these, the shards."""
+        for name, now in self.run.strategy.module.named_parameters():
+            held = self._parameters.get(name)
+            yield name, held if isinstance(held, DTensor) and not isinstance(now, DTensor) else now
