@@ -26,7 +26,7 @@ class Evaluation:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._parameters = dict(run.strategy.module.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(run.strategy.module.named_parameters())
         self._names = {id(each): canonical(name) for name, each in self._parameters.items()}
         self._own: dict[str, list[float]] = {}
         self._seeds: tuple[int, ...] = ()
