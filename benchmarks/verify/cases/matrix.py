@@ -148,7 +148,11 @@ def verify(case: Case, limit: float) -> dict[str, Any]:
             report, errors = parse(out.read()), err.read()
     return {
         "name": case.name,
-        "outcome": "time limit" if code is None else OUTCOMES.get(code, f"exit {code}"),
+        "outcome": "time limit"
+        if code is None
+        else OUTCOMES.get(code, f"exit {code}")
+        if report or code == 2
+        else "crash",
         "code": code,
         "cause": first_cause(report),
         "failed": [check["name"] for check in checks(report) if check.get("verdict") == "fail"],

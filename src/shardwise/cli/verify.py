@@ -28,21 +28,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: all is proved. 1: something failed. 3: nothing failed, something is not proved. 2: it could not be tried (an error, told
     by the caller)."""
-    from shardwise.errors import ConfigError
+    from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.verify.proof import verify
 
     if args.ranks is not None and args.ranks < 1:
         raise ConfigError(f"--ranks {args.ranks}: must be at least 1")
 
-    report = verify(
-        args.config,
-        ranks=args.ranks,
-        strategy=args.strategy,
-        steps=args.steps,
-        against=args.against,
-        overrides=args.set,
-        say=log.info,
-        quick=args.quick,
-    )
+    try:
+        report = verify(
+            args.config,
+            ranks=args.ranks,
+            strategy=args.strategy,
+            steps=args.steps,
+            against=args.against,
+            overrides=args.set,
+            say=log.info,
+            quick=args.quick,
+        )
+    except ShardwiseError:
+        raise
+    except Exception:  # a mistake of our own: exit code 1 would say that the training is wrong
+        log.exception("verify itself failed: this says nothing about the training. Please report it")
+        return 2
     show(report.as_json() if args.json else report.as_text())
     return report.exit_code

@@ -23,12 +23,12 @@ from shardwise.verify.compared import Compared, figures_of
 from shardwise.verify.coverage import check_coverage
 from shardwise.verify.evaluation_checks import check_evaluation
 from shardwise.verify.failure_report import trouble_of
-from shardwise.verify.formatting import figure
+from shardwise.verify.formatting import figure, listed
 from shardwise.verify.groups import Background, GroupResult, run_groups
 from shardwise.verify.measure import Tolerance, is_narrow
 from shardwise.verify.own_data import LATER, check_data, difference
 from shardwise.verify.parity import check_parity, check_single
-from shardwise.verify.probe import Probe
+from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.recorder import WHOLE_ON_EVERY_RANK
 from shardwise.verify.report import Check, Report, failed, noted, unproved
 from shardwise.verify.request import Request, Target
@@ -67,11 +67,6 @@ _SAME_IN_ANY_PRECISION = {"tied weights", "initial weights", "samples", "learnin
 WIDE = "32-true"
 
 
-_HOW = {
-    Cause.DATA_CHANGE: "when it is started a second later",
-    Cause.DATA_BY_HASH: "with another hash seed (PYTHONHASHSEED)",
-    Cause.DATA_BY_LISTING: "when folders give their files in another order",
-}
 FOLLOWED = 12
 """Steps that are taken from the same weights, of a model whose gradients can be kept for so many."""
 
@@ -213,11 +208,19 @@ class _Proof:
         self._say("one process: the first batch in plain PyTorch, and what depends on what")
         self._run(spec)
         self._must_run(spec)
-        return self.results[spec.name].record()["probe"]
+        found: Probe = self.results[spec.name].record()["probe"]
+        if found.history.matters > RANDOM:
+            again = self._like(spec, "the probe again")
+            self._say("the same batch has another gradient after others: another process computes the same")
+            self._run(again)
+            self._must_run(again)
+            other = self.results[again.name].record()["probe"].history
+            found.history = replace(found.history, by_chance=other.losses != found.history.losses)
+        return found
 
     def _data_spec(self) -> RunSpec:
         interpreters = tuple(
-            Interpreter(rank, "natural" if not rank else "reversed" if rank == 1 else str(rank), rank * LATER)
+            Interpreter(rank, "natural" if not rank else "reversed" if rank == 1 else str(rank), rank * LATER, rank)
             for rank in range(self.ranks)
         )
         return replace(self._spec("data", kind="data", world=self.ranks, interpreters=interpreters), shared=None)
@@ -233,29 +236,30 @@ class _Proof:
             yield check_data(records, [])
             return
         self._say(
-            "the ranks have different data: one process with another hash seed, another order of files, a little later"
+            "the ranks have different data: one process with another hash seed, other orders of files and samples, a little later"
         )
         first = Interpreter(0)
-        others = {
-            Cause.DATA_CHANGE: replace(first, wait=LATER),
-            Cause.DATA_BY_HASH: replace(first, hash_seed=1),
-            Cause.DATA_BY_LISTING: replace(first, listing="reversed"),
-        }
+        others = [
+            (Cause.DATA_CHANGE, "when it is started a second later", replace(first, wait=LATER)),
+            (Cause.DATA_CHANGE, "when they are read in another order", replace(first, order=1)),
+            (Cause.DATA_BY_HASH, "with another hash seed (PYTHONHASHSEED)", replace(first, hash_seed=1)),
+            (
+                Cause.DATA_BY_LISTING,
+                "when folders give their files in another order",
+                replace(first, listing="reversed"),
+            ),
+        ]
         alone = replace(data.spec, world=1, batches="whole")
-        specs = {
-            cause: replace(self._like(alone, f"data {number}"), interpreters=(each,))
-            for number, (cause, each) in enumerate([(None, first), *others.items()])
-        }
-        self._run(*specs.values())
-        found = {cause: self.results[spec.name] for cause, spec in specs.items()}
-        base = found.pop(None)
+        specs = [
+            replace(self._like(alone, f"data {number}"), interpreters=(each,))
+            for number, each in enumerate([first, *(each for _, _, each in others)])
+        ]
+        self._run(*specs)
+        base, *found = (self.results[spec.name] for spec in specs)
         causes = [
-            (cause, f". One process gives other samples, too, {_HOW[cause]}")
-            for cause, each in found.items()
-            if cause is not None
-            and base.fine
-            and each.fine
-            and difference([base.record()["data"], each.record()["data"]])
+            (cause, f". One process gives other samples, too, {how}")
+            for (cause, how, _), each in zip(others, found, strict=True)
+            if base.fine and each.fine and difference([base.record()["data"], each.record()["data"]])
         ]
         yield check_data(records, causes)
 
@@ -408,7 +412,11 @@ class _Proof:
         noise = Noise.measured(expected, [steps(spec) for spec in following.again], probe.precision)
         self.from_the_same = noise.whole_limit(noise.losses)
         differs, cause = first_difference(ours, expected, noise), None
-        if differs is not None and not probe.by_batch_norm and not probe.plan.gathers:
+        buffers = [] if probe.by_batch_norm else probe.buffers_in_gradient
+        if differs is not None and buffers:
+            text = f". The gradient depends on {listed(buffers)}, which every forward pass moves: on the ranks by other samples"
+            cause = Cause.OWN_BUFFERS, text
+        elif differs is not None and not probe.by_batch_norm and not probe.plan.gathers:
             split = self._like(
                 following.ranks, "in parts", world=1, batches="shares", valid_samples=0, evaluate_at=None
             )

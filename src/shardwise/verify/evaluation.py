@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.config import Batching
+from shardwise.data import GlobalOrder, Reader, StepLoader
 from shardwise.data.loader import MicroBatch
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.evaluate import run_evaluation
 from shardwise.engine.run import Run
 from shardwise.errors import ShardwiseError
 from shardwise.tasks import Loss
@@ -24,8 +30,9 @@ from shardwise.verify.plain_state import PlainState, attributes_of, settings_of
 class Evaluation:
     """On this rank."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, samples: int) -> None:
+        """`samples`: at most, that are evaluated."""
+        self.run, self.samples = run, samples
         self._parameters: dict[str, Tensor] = dict(run.strategy.module.named_parameters())
         self._names = {id(each): canonical(name) for name, each in self._parameters.items()}
         self._own: dict[str, list[float]] = {}
@@ -33,8 +40,9 @@ class Evaluation:
         """To evaluate one micro-batch with."""
         self._reseeds = False
 
-    def look(self, *, thorough: bool) -> dict[str, Any]:
-        """`thorough`: whether it gives the same once more, and leaves the seeds alone. No other ranks may be there."""
+    def look(self, *, thorough: bool, regroup: bool) -> dict[str, Any]:
+        """`thorough`: whether it gives the same once more, and leaves the seeds alone. `regroup`: whether it does in other
+        micro-batches, and with another seed. No other ranks may be there."""
         run = self.run
         if run.valid_data is None or not len(run.valid_data):
             return {}
@@ -51,6 +59,10 @@ class Evaluation:
             ] + plain.changed()
             again = self._once_more() if thorough else metrics
             reseeded = thorough and self._reseeds_anything()
+            regrouped = (
+                self._once_more_by_hand(batch_size=self._odd_size) if regroup and run.task.loss_is_a_sum else None
+            )
+            redrawn = self._once_more_by_hand(seed=1) if regroup else None
         except ShardwiseError as error:  # the same on every rank
             return {"error": str(error)}
         return {
@@ -60,6 +72,9 @@ class Evaluation:
             "changed": changed,
             "attributes": attributes,
             "reseeded": reseeded,
+            "regrouped": regrouped,
+            "regrouped_by": self._odd_size,
+            "redrawn": redrawn,
         }
 
     def add(self, micro: MicroBatch, results: Mapping[str, Any]) -> None:
@@ -78,6 +93,29 @@ class Evaluation:
     def _once_more(self) -> dict[str, float] | None:
         self._own = {}
         return self.run.evaluate()
+
+    @property
+    def _size(self) -> int:
+        return int(self.run.config.training.batch_size)
+
+    @property
+    def _odd_size(self) -> int:
+        return max(1, self._size // 2 - 3)
+
+    def _once_more_by_hand(self, *, batch_size: int | None = None, seed: int = 0) -> dict[str, float] | None:
+        """As one process, in micro-batches of another size; or what is drawn in it comes from another seed."""
+        run, data = self.run, self.run.valid_data
+        batches = StepLoader(
+            Reader(data, run.task.collate, lambda _: 0, run.config.seed, name="validation"),
+            GlobalOrder(min(len(data), self.samples), run.config.seed, shuffle=False),
+            Batching(world=1, batch_size=batch_size or self._size, accumulation=1),
+            0,
+            run.world.device,
+            run.config.data,
+        )
+        parts = replace(run.parts, config=run.config.model_copy(update={"seed": run.config.seed + seed}))
+        with tempfile.TemporaryDirectory() as pictures:
+            return run_evaluation(parts, batches, Path(pictures), run.steps_done)
 
     def _reseeds_anything(self) -> bool:
         """Whether what was drawn before a micro-batch makes no difference to what is drawn after it: a seed was set in it."""

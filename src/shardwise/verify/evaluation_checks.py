@@ -108,13 +108,20 @@ def _metrics(
             METRICS, Finding(Cause.METRIC_DIFFERS, f"{listed(other)}: not both of one process and of the ranks")
         )
     largest, loosest = 0.0, ("", 0.0)
+    regrouped, size = theirs["regrouped"], theirs["regrouped_by"]
     for name in sorted(
         expected, key=lambda each: each not in theirs["own"]
     ):  # those that others follow from come first
         limit = _limit(name, expected, noise, precision)
         gap = apart(ours[name], expected[name])
         if gap > limit:
-            return _failed(METRICS, _why(name, ours[name], expected[name], limit, everyone, theirs["own"]))
+            return _failed(METRICS, _why(name, ours[name], expected[name], limit, everyone, theirs))
+        if regrouped is not None and (off := apart(regrouped.get(name, math.nan), expected[name])) > limit:
+            text = (
+                f"in one process, on the same weights and samples, {name} is {expected[name]:.8g}, and "
+                f"{regrouped.get(name, math.nan):.8g} in micro-batches of {size}; rounding explains {figure(limit)}"
+            )
+            return _failed(METRICS, Finding(Cause.METRIC_DIFFERS, text, amount=off))
         largest, loosest = max(largest, gap), max(loosest, (name, limit), key=lambda each: each[1])
     looked_at = min(leader.spec.valid_samples, samples)
     text = (
@@ -142,12 +149,20 @@ def _why(
     expected: float,
     limit: float,
     everyone: Sequence[dict[str, Any]],
-    alone: dict[str, list[float]],
+    leader: dict[str, Any],
 ) -> Finding:
+    """`leader`: the evaluation of one process."""
+    alone: dict[str, list[float]] = leader["own"]
     text = (
         f"{name} is {ours:.8g} on {len(everyone)} ranks and {expected:.8g} on one process, on the same weights and samples; "
         f"rounding explains {figure(limit)}"
     )
+    redrawn = (leader["redrawn"] or {}).get(name, expected)
+    if apart(redrawn, expected) > limit:
+        text += (
+            f". With another seed it is {redrawn:.8g} on one process: it is drawn, and every rank draws its own numbers"
+        )
+        return Finding(Cause.EVALUATION_RANDOM, text, amount=apart(ours, expected))
     parts = [each["own"].get(name) for each in everyone]
     if name not in alone or not all(parts):
         return Finding(Cause.METRIC_DIFFERS, text, amount=apart(ours, expected))

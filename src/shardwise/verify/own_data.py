@@ -1,5 +1,5 @@
 """The data as each rank makes them by itself: in an interpreter of its own, with another hash seed, a little later than the
-others, and with the files of every folder listed in another order.
+others, with the files of every folder listed in another order, and the samples read in another order.
 
 A data set that keeps to what it is told gives the same samples all the same.
 """
@@ -31,13 +31,15 @@ LONGEST = 10.0
 """Seconds for reading them."""
 LATER = 1.1
 """Seconds by which a rank begins after the one before it: a clock that counts in seconds shows another time."""
+TOGETHER = 20
+"""Samples among which the order changes: reading may be cut short, and all are to have read the same ones by then."""
 NAME = "data of each rank"
 
 Listing = str
 """natural, reversed, or mixed by a number."""
 
 
-def look_at_data(run: Run, task: Task, wait: float) -> dict[str, Any]:
+def look_at_data(run: Run, task: Task, wait: float, order: int) -> dict[str, Any]:
     """On this rank: how many samples there are, and fingerprints of what is in some of them."""
     time.sleep(wait)
     seed_everything(run.config.seed, Purpose.DATA)
@@ -49,7 +51,7 @@ def look_at_data(run: Run, task: Task, wait: float) -> dict[str, Any]:
         seen[name] = {}
         count = task.count if name == "training" else lambda _: 0
         began = time.monotonic()
-        for index in _spread(sizes[name] or 0):
+        for index in _spread(sizes[name] or 0, order):
             reader = Reader(data, task.collate, count, run.config.seed, name=name)
             seen[name][index] = contents_of(reader.micro_batch(np.array([index])))
             if time.monotonic() - began > LONGEST:
@@ -57,12 +59,15 @@ def look_at_data(run: Run, task: Task, wait: float) -> dict[str, Any]:
     return {"sizes": sizes, "samples": seen}
 
 
-def _spread(size: int) -> list[int]:
-    """In an order in which a beginning is spread, too: reading may be cut short."""
+def _spread(size: int, order: int) -> list[int]:
+    """In an order in which a beginning is spread, too."""
     few = (
         range(size) if size <= MOST_SAMPLES else np.unique(np.linspace(0, size - 1, MOST_SAMPLES).astype(int)).tolist()
     )
-    return random.Random(0).sample(list(few), len(few))
+    spread = random.Random(0).sample(list(few), len(few))
+    rng = random.Random(order)
+    parts = [spread[at : at + TOGETHER] for at in range(0, len(spread), TOGETHER)]
+    return [index for part in parts for index in rng.sample(part, len(part))]
 
 
 def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
@@ -84,15 +89,15 @@ def check_data(records: Sequence[dict[str, Any]], causes: Iterable[tuple[Cause, 
     found = difference(records)
     if found is None:
         numbers = " and ".join(
-            f"{min(len(each['samples'][part]) for each in records)} of {size} {part} samples"
+            f"{len(set.intersection(*(set(each['samples'][part]) for each in records)))} of {size} {part} samples"
             for part, size in records[0]["sizes"].items()
             if size
         )
         return passed(
             "coverage",
             NAME,
-            f"{numbers} are the same in {len(records)} interpreters, each with a hash seed, an order of files and a start "
-            "of its own",
+            f"{numbers} are the same in {len(records)} interpreters, each with a hash seed, an order of files and of "
+            "samples, and a start of its own",
         )
     rank, what = found
     cause, how = next(iter(causes), (Cause.DATA_BY_RANK, ""))

@@ -20,7 +20,7 @@ from shardwise.verify.measure import (
     is_narrow,
     weights_apart,
 )
-from shardwise.verify.probe import RANDOM, Probe
+from shardwise.verify.probe import RANDOM, SPLIT_MATTERS, Probe
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
 from shardwise.verify.wrong_gradients import read_differently, why
 
@@ -42,12 +42,8 @@ def check_single(
             yield _failed(f"initial {kind}", _begins_otherwise(kind, list(dict.fromkeys(unlike)), record, others))
     differences = gradients_apart(single.gradients, probe.gradients)
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
-    if probe.state_matters > RANDOM:
-        text = (
-            f"a forward pass changes {listed(probe.hidden_state)}; after other batches the same batch has a gradient that is "
-            f"{figure(probe.state_matters)} off, and with everything put back it has not"
-        )
-        yield _failed("state", Finding(Cause.HIDDEN_STATE, text, amount=probe.state_matters))
+    if (history := _history(probe)) is not None:
+        yield history
     random = [] if others_differ else list(_random(probe, record, noise, bool(bad)))
     yield from random
     if probe.without_gradient:
@@ -71,8 +67,8 @@ def check_single(
         text += f"; not among them: {listed(sorted(lacking))}" if lacking else f", {more} more than there are left"
         yield _failed("one process", Finding(cause, text, step=1))
         return
-    causes = {check.finding.cause for check in random if check.finding}
-    if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD}:
+    causes = {check.finding.cause for check in [*random, *([history] if history else [])] if check.finding}
+    if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD, Cause.HIDDEN_STATE}:
         worst = max(bad, key=lambda name: bad[name])
         what = f"gradients of one process are not plain PyTorch's in {listed(list(bad))}; {worst}: {figure(bad[worst])}"
         yield _failed("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
@@ -84,6 +80,28 @@ def check_single(
             f"to {figure(noise.gradients.get(worst, noise.floor))}",
             _loosest(noise, differences, probe.precision),
         )
+
+
+def _history(probe: Probe) -> Check | None:
+    """A gradient that is another after other batches, on the same weights and samples and with the same seeds."""
+    history = probe.history
+    if history.matters <= RANDOM:
+        return None
+    moves = f"after other batches the same batch has a gradient that is {figure(history.matters)} off"
+    if history.by_chance:
+        text = (
+            f"{moves}, with the same weights and seeds, and another process that computes the same batches gets other losses: "
+            "it follows from the clock, a file, or a generator that no seed reaches"
+        )
+        return _failed("forward pass", Finding(Cause.RANDOM_FORWARD, text, amount=history.matters))
+    if history.changed:
+        text = f"a forward pass changes {listed(history.changed)}; {moves}, and with everything put back it has not"
+    else:
+        text = (
+            f"{moves}, with the same weights and seeds, and in another process once more. No attribute of the task or the model "
+            "tells: it is kept in a closure, the default of an argument, a hook, another class, or a file"
+        )
+    return _failed("state", Finding(Cause.HIDDEN_STATE, text, amount=history.matters))
 
 
 def _begins_otherwise(kind: str, names: list[str], record: dict[str, Any], others: Sequence[dict[str, Any]]) -> Finding:
@@ -134,10 +152,14 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
         yield _failed("data", finding)
     elif probe.random_forward <= RANDOM and loud:
         text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
-        yield _failed("order in a batch", Finding(Cause.ORDER_MATTERS, text, amount=noise.largest_noise))
+        cause = Cause.ORDER_MATTERS
+        if probe.split_matters_without_batch_norm > SPLIT_MATTERS:
+            cause = Cause.LOSS_IS_NO_SUM
+            text += f"; split into the ranks' micro-batches, {figure(probe.split_matters_without_batch_norm)}"
+        yield _failed("order in a batch", Finding(cause, text, amount=noise.largest_noise))
     if probe.unlike and probe.random_data <= RANDOM:
         yield _noted("data", f"not the same when read again, which the gradient does not show: {probe.unlike}")
-    if probe.random_forward > RANDOM >= probe.state_matters:
+    if probe.random_forward > RANDOM >= probe.history.matters:
         text = (
             f"the same batch gives gradients that are {figure(probe.random_forward)} apart when nothing but the seed of the "
             "generators is changed"

@@ -7,6 +7,7 @@ Nothing here goes through the engine: the model is built by the task, the loss d
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +88,7 @@ class Probe:
     """How far the gradient moves when the batch is read again."""
     random_forward: float
     """How far the gradient moves when nothing but the seed is changed, on a batch that is read once."""
-    hidden_state: list[str]
-    """What a forward pass changes besides buffers: attributes, variables, parameters, modules."""
-    state_matters: float
-    """How far the gradient of the same batch moves with what was computed before it."""
+    history: History
     buffers_in_gradient: list[str]
     """Buffers that a training forward changes and that the gradient depends on."""
     split_matters: float
@@ -116,7 +114,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     order = Window(run.order(), window)
     ids = order.part(0, start, window)
     first = _Batch(run, model, config.training.precision)
-    hidden, state_matters = first.hidden_state([part for part in np.array_split(ids, 3) if len(part)])
+    history = first.hidden_state([part for part in np.array_split(ids, 3) if len(part)])
     model = first.model
 
     whole = first.gradient(ids)
@@ -164,9 +162,8 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         unlike=unlike,
         random_data=random_data,
         random_forward=first.randomness(ids),
-        hidden_state=hidden,
-        state_matters=state_matters,
-        buffers_in_gradient=plain.buffers_in_gradient(ids, whole.changed),
+        history=history,
+        buffers_in_gradient=plain.buffers_in_gradient(ids, plain.moving_buffers(ids)),
         split_matters=split,
         split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
         if has_batch_norm and split > SPLIT_MATTERS
@@ -217,6 +214,20 @@ class _Found:
     gradients: Gradients
     changed: list[str]
     """Buffers that the forward pass changed. They are put back."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What a forward pass leaves behind, and what that does to the next ones."""
+
+    changed: list[str]
+    """Besides buffers, which are put back: attributes, variables, parameters, modules."""
+    matters: float
+    """How far the gradient of a batch moves with what was computed before it, on the same weights and with the same seeds."""
+    losses: list[float]
+    """Of every pass, in order."""
+    by_chance: bool = False
+    """Another process that makes the same passes has other losses: then it is no history."""
 
 
 class _Batch:
@@ -287,33 +298,43 @@ class _Batch:
         first, second = (self.gradient(ids, seed, inputs=inputs) for seed in (1, 2))
         return _apart(first.gradients, second.gradients)
 
-    def hidden_state(self, parts: Sequence[Indices]) -> tuple[list[str], float]:
-        """What a forward pass changes that is no buffer, and how far the gradient of a batch moves with what came before it.
-        Afterwards the model is as it was built."""
+    def hidden_state(self, parts: Sequence[Indices]) -> History:
+        """Afterwards the model is as it was built."""
         first, others = parts[0], parts[1:]
         try:
             built = copy.deepcopy(self.model)
         except Exception:  # something in it cannot be copied
-            return [], 0.0
+            return History([], 0.0, [])
         plain = PlainState(self.task, {type(each) for each in built.modules()})
 
         def start_over() -> None:
             self.model = copy.deepcopy(built)
             plain.put_back()
 
-        expected = self.gradient(first).gradients
+        once = self.gradient(first)
         changed = _changed(built, self.model) + plain.changed()
-        gap = 0.0
-        if changed:
-            start_over()
-            for part in [*others, first]:
-                self.gradient(part)
-            gap = _apart(self.gradient(first).gradients, expected)
-            start_over()
-            if not _apart(self.gradient(first).gradients, expected) <= RANDOM:
-                gap = 0.0  # it is another each time: that is chance, not what came before
         start_over()
-        return changed, gap
+        later = [self.gradient(part) for part in [*others, first, *others, first]]
+        gap = _apart(later[-1].gradients, once.gradients)
+        start_over()
+        if changed and gap > RANDOM and _apart(self.gradient(first).gradients, once.gradients) > RANDOM:
+            changed = []  # with all of that put back it is another all the same
+        start_over()
+        return History(changed, gap, [each.loss for each in (once, *later)])
+
+    def moving_buffers(self, ids: Indices) -> list[str]:
+        """Those that a training forward changes: an average of the weights, too, which stands still until these have moved."""
+        moved = copy.copy(self)
+        try:
+            moved.model = copy.deepcopy(self.model)
+        except Exception:  # something in it cannot be copied
+            return self.gradient(ids).changed
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for each in moved.model.parameters():
+                if each.is_floating_point():
+                    each.mul_(1 + 0.02 * (torch.rand(each.shape, generator=generator) - 0.5).to(each))
+        return list(dict.fromkeys(self.gradient(ids).changed + moved.gradient(ids).changed))
 
     def buffers_in_gradient(self, ids: Indices, names: Sequence[str]) -> list[str]:
         """Of buffers that change in training, those that decide about the gradient: running statistics do not."""
@@ -380,7 +401,9 @@ def _changed(before: nn.Module, after: nn.Module) -> list[str]:
 
 
 def _apart(one: Gradients, other: Gradients) -> float:
-    """The 2-norm of the difference over that of the second."""
+    """The 2-norm of the difference over that of the second. What has no gradient in one of them has none of zeros there."""
     size = torch.stack([each.norm() for each in other.values()]).norm()
-    gap = torch.stack([(one[name] - each).norm() for name, each in other.items() if name in one]).norm()
-    return float(gap / size) if size else 0.0
+    more = [each for name, each in one.items() if name not in other]
+    gaps = [*(one[name] - each if name in one else each for name, each in other.items()), *more]
+    gap = torch.stack([each.norm() for each in gaps]).norm()
+    return float(gap / size) if size else math.inf if gap else 0.0

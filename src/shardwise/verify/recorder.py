@@ -73,8 +73,8 @@ class Recorder(Rehearsal):
     def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
         if self.spec.kind == "data":
             self.run = run
-            wait = self.spec.interpreters[self.rank].wait if self.spec.interpreters else 0.0
-            self.record["data"] = look_at_data(run, task, wait)
+            interpreter = self.spec.interpreters[self.rank]
+            self.record["data"] = look_at_data(run, task, interpreter.wait, interpreter.order)
             self._write()
             raise Finished
         if self.spec.shared is None or self.spec.values is None:  # a program has made its data already
@@ -141,8 +141,9 @@ class Recorder(Rehearsal):
         if self.spec.reorder is not None:
             self._change_last_digits(run)
         if run.steps_done == self.spec.evaluate_at:
-            self._evaluation = Evaluation(run)
-            self.record["evaluation"] = self._evaluation.look(thorough=not self._each_step)
+            self._evaluation = Evaluation(run, self.spec.valid_samples)
+            alone = not self._each_step
+            self.record["evaluation"] = self._evaluation.look(thorough=alone, regroup=self.spec.keep_every_step)
             self._evaluation = None
         if run.steps_done == 0:  # what it trains on, by samples: to be compared with what another process read
             self.record["inputs"] = {

@@ -36,6 +36,8 @@ class Interpreter:
     """In which order folders give their files: natural, reversed, or mixed by a number."""
     wait: float = 0.0
     """Seconds, before it makes its data."""
+    order: int = 0
+    """In which order the samples are read: another number, another order."""
 
 
 @dataclass(frozen=True)

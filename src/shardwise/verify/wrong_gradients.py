@@ -12,7 +12,7 @@ from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.contents import first_difference
 from shardwise.verify.formatting import figure, listed, module_of
-from shardwise.verify.measure import SMALL_SHARE, floor_of, gradients_apart, norm_of
+from shardwise.verify.measure import SMALL_SHARE, apart, floor_of, gradients_apart, norm_of
 from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.report import Finding
 
@@ -24,16 +24,17 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         f"step 1: {len(bad)} of {len(differences)} gradients differ; first {module_of(first)}, by {figure(bad[first])} "
         f"where rounding explains {figure(both.gradient_limit(first))}"
     )
-    if both.probe.split_matters_without_batch_norm > SPLIT_MATTERS and not both.split:
+    gathers = both.probe.plan.gathers
+    if both.probe.split_matters_without_batch_norm > SPLIT_MATTERS and not both.split and not gathers:
         text += (
             f". In one process, splitting the same batch into the ranks' micro-batches moves the gradient by "
             f"{figure(both.probe.split_matters_without_batch_norm)}"
         )
         return Finding(Cause.LOSS_IS_NO_SUM, text, first, step=1, amount=bad[first])
-    if data := read_differently(both.probe, both.ranks.records):
+    if data := read_differently(both.probe, both.ranks.records, both.reference_record):
         return data
     near = max(20 * floor_of(both.probe.precision), 1e-4)
-    for cause, story, wrong in _mistakes(both.probe):
+    for cause, story, wrong in () if gathers else _mistakes(both.probe):
         gap = _distance(both.run.gradients, wrong())
         if gap < near:
             return Finding(cause, f"{text}. They are, to {figure(gap)}, {story}", first, step=1, amount=bad[first])
@@ -45,9 +46,11 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         return Finding(
             Cause.WRONG_SCALING, f"{text}. All are {ratio:.6g} times what they should be", first, step=1, amount=ratio
         )
-    if odd := _on_some_ranks(both, text, bad):
+    if gathers:
+        text += _gathered(both)
+    elif odd := _on_some_ranks(both, text, bad):
         return odd
-    if (found := _as_weighted_sum(both, near)) is not None:
+    elif (found := _as_weighted_sum(both, near)) is not None:
         return Finding(found[0], f"{text}. {found[1]}", first, step=1, amount=bad[first])
     whole = norm_of(both.reference.gradients)
     counts = [
@@ -61,13 +64,34 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
     return Finding(Cause.GRADIENTS, text, first, step=1, amount=bad[first])
 
 
-def read_differently(probe: Probe, records: Sequence[dict[str, Any]]) -> Finding | None:
-    """Whether the samples of the first step are other ones in other processes: to be asked when gradients differ."""
+def _gathered(both: Compared) -> str:
+    """What is wrong with a loss over the rows of all ranks, as its value tells."""
+    ours, expected = both.run.curve.losses[0], both.reference.curve.losses[0]
+    if apart(ours, expected) > both.tolerance.losses[0]:
+        return (
+            f". The loss gathers the rows of all ranks, and its value is {ours:.6g} where one process has {expected:.6g}: a "
+            "rank's rows stand at `own` among the gathered ones, and labels count from there; sums and counts are to be "
+            "gathered, not means; and what is returned is the sum over a rank's own samples"
+        )
+    return (
+        ". The loss gathers the rows of all ranks; its value is right, so what is wrong goes back through the gathered rows: "
+        "detach(), .data or no_grad() on them, or a gather other than shardwise.gather_batch"
+    )
+
+
+def read_differently(
+    probe: Probe, records: Sequence[dict[str, Any]], alone: dict[str, Any] | None = None
+) -> Finding | None:
+    """Whether the samples of the first step are other ones in other processes: to be asked when gradients differ. `alone`: of
+    one more process without other ranks."""
     for rank, record in enumerate(records):
         for ids, found in record["inputs"].items():
             if ids in probe.inputs and (place := first_difference(probe.inputs[ids], found)):
                 who = f"rank {rank}" if len(records) > 1 else "the next process"
                 text = f"step 1: {who} has read samples {listed(ids)}, as one process did before it, and {place} is another"
+                if alone and any(probe.inputs.get(each) == inputs for each, inputs in alone["inputs"].items()):
+                    text += ". Another process without other ranks reads what the first one did"
+                    return Finding(Cause.DATA_BY_RANK, text, rank=rank, step=1)
                 return Finding(Cause.DATA_CHANGE, text, rank=rank, step=1)
     return None
 
