@@ -1,7 +1,8 @@
 """Runs `shardwise verify` on the cases of this folder: correct ones must not fail, planted bugs must not pass.
 
-One case at a time. Each result is a line of `--results`, so that an interrupted run goes on where it was; `--again` drops
-the lines of the chosen cases first. In the end, or with `--table` alone, all results become a markdown table.
+One case at a time, or as many as `--jobs` says; then each takes longer. Each result is a line of `--results`, so that an
+interrupted run goes on where it was; `--again` drops the lines of the chosen cases first. In the end, or with `--table` alone,
+all results become a markdown table.
 
 python benchmarks/verify/cases/matrix.py --clean --bugs --write benchmarks/verify/DATE-cases.md
 python benchmarks/verify/cases/matrix.py --only contrastive --again
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,7 @@ def main() -> None:
         "--only", action="append", default=[], metavar="NAME", help="a case by its name, or name*; may be repeated"
     )
     parser.add_argument("--family", help="the cases of one family")
-    parser.add_argument(
-        "--jobs", type=int, default=1, choices=[1], help="cases at a time; more than one would disturb each other"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time; default 1")
     parser.add_argument("--limit", type=float, default=180, metavar="SECONDS", help="for each case; default 180")
     parser.add_argument(
         "--results",
@@ -80,17 +80,19 @@ def compare(args: argparse.Namespace) -> None:
         for case in chosen:
             results.pop(case.name, None)
         args.results.write_text("".join(json.dumps(result) + "\n" for result in results.values()))
-    for number, case in enumerate([] if args.table else chosen, 1):
-        if case.name in results:
-            continue
-        results[case.name] = result = verify(case, args.limit)
-        with args.results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
-        right = judge(case, result)
-        print(
-            f"{number}/{len(chosen)} {case.name}: {result['outcome']} {result['cause']} {right} {result['seconds']:.0f} s",
-            flush=True,
-        )
+    left = [] if args.table else [case for case in chosen if case.name not in results]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(verify, case, args.limit): case for case in left}
+        for number, finished in enumerate(as_completed(running), 1):
+            case = running[finished]
+            results[case.name] = result = {**finished.result(), "jobs": args.jobs}
+            with args.results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            right = judge(case, result)
+            print(
+                f"{number}/{len(left)} {case.name}: {result['outcome']} {result['cause']} {right} {result['seconds']:.0f} s",
+                flush=True,
+            )
     text = table([case for case in chosen if case.name in results], results)
     if args.write:
         args.write.write_text(text)
@@ -214,10 +216,11 @@ def judge(case: Case, result: dict[str, Any]) -> str:
 
 
 def table(cases: list[Case], results: dict[str, dict[str, Any]]) -> str:
+    at_a_time = max((result.get("jobs", 1) for result in results.values()), default=1)
     lines = [
         "# verify on the cases",
         "",
-        f"Each case of `benchmarks/verify/cases`, one at a time; {os.cpu_count()} cores, "
+        f"Each case of `benchmarks/verify/cases`, {at_a_time} at a time; {os.cpu_count()} cores, "
         f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}. "
         "Made by `benchmarks/verify/cases/matrix.py`. Correct cases must not fail, bugs must not pass. "
         "*seen; other cause*: the bug failed, with a first cause that is not among those that the case accepts.",
