@@ -53,6 +53,7 @@ def rank(millions: float, saves: int, strategy: str, folder: str) -> None:
             model=model,
             data=[torch.zeros(())] * 512,
             loss=lambda model, batch: Loss(model(inputs).float().square().sum(), len(batch)),
+            loss_is_a_sum=False,
         )
         stalls: dict[str, list[float]] = {"sync": [], "async": []}
         slower: dict[str, list[float]] = {"sync": [], "async": []}

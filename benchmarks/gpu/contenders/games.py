@@ -111,7 +111,8 @@ class _Games:
 
     def written(self, folder: Path) -> dict[str, Any]:
         """As files, and the block `data` that reads them."""
-        for name, texts in (("games", self.texts), ("held-out", self.texts[:2])):
+        held_out = [random_game(SEED, DIFFERENT + number, 16) for number in range(2)]
+        for name, texts in (("games", self.texts), ("held-out", held_out)):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         return {
             "source": "local",

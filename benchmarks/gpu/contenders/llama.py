@@ -214,6 +214,9 @@ class Tokens(ChessTask):
         rows: int
         learnable: bool = False
 
+    def prepare_data(self) -> None:
+        self.measure_attention()  # there are no games to check
+
     def train_data(self) -> Any:
         sequence, vocabulary = self.config.tokenizer.max_seq_len, self.config.model.extra["vocab_size"]
         make = learnable_tokens if self.config.data.learnable else random_tokens

@@ -22,6 +22,7 @@ from shardwise.engine.parts import Parts
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Loss, Rows, Task
+from shardwise.tasks.base import overridden_below
 from shardwise.watch.heartbeats import Phase, beat
 
 Results = Mapping[str, Loss | Rows]
@@ -79,16 +80,10 @@ def run_evaluation(
 
 def check_monitor(task: Task, training: Training) -> None:
     """Before the run, as far as the task says what its evaluation gives. Where it does not, the first evaluation shows it."""
-    known = _defines(task, "metric_names")
-    if any(_defines(task, name) < known for name in ("evaluate", "study", "derived_metrics")):
+    if overridden_below(task, "metric_names", ("evaluate", "study", "derived_metrics")):
         return
     if (unknown := unknown_monitor(training.monitor, task.metric_names())) is not None:
         raise ConfigError(unknown)
-
-
-def _defines(task: Task, method: str) -> int:
-    """Which class does, counted from the task's own upwards."""
-    return next(place for place, each in enumerate(type(task).__mro__) if method in vars(each))
 
 
 def unknown_monitor(monitor: str, names: Collection[str]) -> str | None:

@@ -316,7 +316,7 @@ class _Trial:
         with _Calls(strategy.alone) as calls:
             try:
                 with torch.no_grad(), parts.precision.autocast():
-                    loss = parts.task.loss(strategy.alone, inputs)
+                    loss = Loss(*strategy.ask(lambda model: _sum_and_count(parts.task.loss(model, inputs))))
                     return _number(loss.sum), _number(loss.count), self._is_narrow(loss)
             except Exception as error:
                 # Ranks that wait for this one within the model would wait for ever, as in any other forward pass that fails.
@@ -360,6 +360,10 @@ class _Calls:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _sum_and_count(loss: Loss) -> tuple[Any, Any]:
+    return loss.sum, loss.count
 
 
 def _number(value: Any) -> float:

@@ -60,6 +60,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
 from shardwise.parallel.gather import Scope, gathering
 from shardwise.tasks import Loss, Rows, Task
+from shardwise.tasks.base import overridden_below
 from shardwise.watch.heartbeats import Phase, beat
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,9 @@ class Session:
         self.startup.lap("data")
 
     def _check_overlap(self) -> None:
-        contents = self.task.sample_contents(self.train_data, self.valid_data)
+        parts = self.train_data, self.valid_data
+        other_data = overridden_below(self.task, "sample_contents", ("train_data", "valid_data"))
+        contents = Task.sample_contents(self.task, *parts) if other_data else self.task.sample_contents(*parts)
         if contents is not None:
             check_overlap(contents, allowed=self.config.data.allow_shared_samples)
 

@@ -199,6 +199,10 @@ class Strategy:
         """What a rank calls to try out a batch size: where it can be, without the others."""
         return self.model
 
+    def ask(self, job: Callable[[nn.Module], Any]) -> Any:
+        """What a job, such as the task's loss, makes of the model, without gradient. Every rank that shares the model asks."""
+        return job(self.alone)
+
     @property
     def waits_for_others(self) -> bool:
         """A rank that computes with `alone` meets the others on the way, and keeps them waiting if it fails."""

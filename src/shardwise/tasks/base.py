@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,8 @@ class Task(ABC):
 
     def sample_contents(self, train: Any, valid: Any) -> SampleContents | None:
         """What tells the samples apart, to find those that are in both parts; asked once per run, on rank 0. None: they are not
-        compared. Default: places in one data set that both are taken from, else what some of the samples hold."""
+        compared. Default: places in one data set that both are taken from, else what some of the samples hold. A class that
+        overrides `train_data` or `valid_data` below it gets the default."""
         return contents_of_any(train, valid, seed=self.config.seed)
 
     def labels(self) -> list[str]:
@@ -153,3 +154,12 @@ def leading_size(batch: Any) -> int:
     if isinstance(batch, Sequence) and batch:
         return leading_size(batch[0])
     raise TypeError(f"cannot tell the size of a batch of type {type(batch).__name__}: write the task's count(batch)")
+
+
+def overridden_below(task: Task, method: str, others: Iterable[str]) -> bool:
+    """Whether a class below the one that defines `method` defines one of the others, of which `method` then knows nothing."""
+    place = {
+        name: next(place for place, each in enumerate(type(task).__mro__) if name in vars(each))
+        for name in (method, *others)
+    }
+    return any(place[name] < place[method] for name in others)

@@ -102,9 +102,15 @@ class ChessTask(Task):
 
     def prepare_data(self) -> None:
         """Games are checked, and which attention is fastest is measured, by one rank of a machine, before any other asks."""
+        self.check_games()
+        self.measure_attention()
+
+    def check_games(self) -> None:
         self._games = self._load_games(tell=log.warning)
         for said in told_of_tokens(self.tokenizer, self._games, self._tokenizer_options.max_seq_len):
             log.warning(said)
+
+    def measure_attention(self) -> None:
         if self._chooses_attention:
             with torch.device("meta"):
                 model = self._build()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -219,17 +219,25 @@ class Pipeline(nn.Module):
     # ---------------------------------------------------------------- evaluation
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole model, one stage after the other; every stage gets the result."""
+        """The whole model, called like this."""
+
+        def call(model: nn.Module) -> Any:
+            return model(*args, **kwargs)
+
         if not self._looked:  # this way of calling the model may do other things after the blocks than the loss
-            self._sketch.check(lambda model: model(*args, **kwargs))
+            self._sketch.check(call)
             self._looked = True
+        return self.through(call)
+
+    def through(self, job: Callable[[nn.Module], Any]) -> Any:
+        """A job with the whole model, one stage after the other; every stage gets the result."""
         stages = self.layout.size("stage")
         hidden: Any = None
         for number in range(self.count):
             here, there = number % stages, (number + 1) % stages
             if here == self.layout.stage:
                 piece: Any = self.pieces[number // stages]
-                hidden = piece(hidden, job=lambda model: model(*args, **kwargs))
+                hidden = piece(hidden, job=job)
             if number < self.count - 1 and here != there:
                 hidden = self._hand_on(hidden, here, there)
         return broadcast_tree(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -155,6 +156,9 @@ class PipelineParallel(Strategy):
         """As many micro-batches as the pipe is made for: a short batch is filled up with one that counts nothing."""
         missing = self.model.micro_batches - len(micro_batches)
         self.model.run([*micro_batches, *[micro_batches[0].idle()] * missing], forward)
+
+    def ask(self, job: Callable[[nn.Module], Any]) -> Any:
+        return self.model.through(job)  # a loss may look at more of the model than what calling it gives
 
     def gradient_norm(self, parameters: Sequence[nn.Parameter], step: int) -> Tensor:
         """Of all stages; a weight that two of them share is counted once."""
