@@ -311,7 +311,7 @@ class Otherwise(Telling):
     """Of other data, which the class above knows nothing of."""
 
     def valid_data(self) -> Any:
-        return Subset(self.whole, range(40, 60))
+        return Subset(self.whole, range(40, 60))  # type: ignore[arg-type]
 
 
 class Silent(Own):

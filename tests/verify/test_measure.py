@@ -11,7 +11,7 @@ START = {"norm": torch.ones(16)}
 
 
 def figures(norm: Tensor) -> Figures:
-    return Figures(Curve([1.0], [1.0], [0.1], [[0]]), {"norm": torch.ones(16)}, {1: {"norm": norm}})
+    return Figures(Curve([1.0], [1.0], [0.1], [[0]], [1]), {"norm": torch.ones(16)}, {1: {"norm": norm}})
 
 
 def test_a_weight_may_be_off_in_its_last_digits_where_the_repeated_runs_happened_not_to_be() -> None:

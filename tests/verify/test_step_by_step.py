@@ -24,7 +24,7 @@ def steps(
         rate = 0.1 * (moved or {}).get(number, 1.0)
         after = {name: before[name] - rate * factor * gradients[name] for name in gradients}
         gradients = {name: factor * each for name, each in gradients.items()}
-        found.append(Step(number, gradients, before, after, 2.0 * factor, 1.0, [number]))
+        found.append(Step(number, gradients, before, after, 2.0 * factor, 1.0, [number], 1))
     return found
 
 

@@ -29,6 +29,7 @@ from shardwise.parallel.weights import (
     materialize,
     rank_zero_weights,
     refuse_hidden_parameters,
+    refuse_other_models,
 )
 from shardwise.parallel.world import World
 
@@ -62,6 +63,7 @@ def whole_model(spec: ModelSpec, training: Training, world: World) -> tuple[nn.M
     build = with_batch_norm(spec.build, training, world)
     module = build() if world.is_first else build_shape(build)
     refuse_hidden_parameters(module)
+    refuse_other_models(module, world)
     cast_parameters(module, training)
     compiled = spec.find_regions(module) if spec.find_regions else None
     regions = tuned(module, spec.find_blocks(module), compiled, spec.one_size, training, world)
@@ -76,6 +78,7 @@ def shape_and_weights(spec: ModelSpec, training: Training, world: World) -> tupl
     build = with_batch_norm(spec.build, training, world)
     shape = build_shape(build)
     refuse_hidden_parameters(shape)
+    refuse_other_models(shape, world)
     cast_parameters(shape, training)
     return shape, rank_zero_weights(build, shape, training, world)
 

@@ -6,8 +6,10 @@ The other ranks only know the shape (PyTorch's meta device).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,6 +53,38 @@ def refuse_hidden_parameters(model: nn.Module) -> None:
                 "would be neither trained nor saved. Put it into nn.ParameterList, nn.ModuleList or nn.ModuleDict; if it is "
                 "not to be trained, freeze it: requires_grad_(False)"
             )
+
+
+def structure_of(model: nn.Module) -> list[str]:
+    """Its parameters and buffers in their order, each in words: what must be alike on all ranks, who pair them by their order."""
+    parameters = [
+        f"{name} of shape {list(each.shape)}{'' if each.requires_grad else ', frozen'}"
+        for name, each in model.named_parameters(remove_duplicate=False)
+    ]
+    return parameters + [f"buffer {name} of shape {list(each.shape)}" for name, each in model.named_buffers()]
+
+
+def first_unlike(models: Sequence[Sequence[str]]) -> tuple[int, str] | None:
+    """The first rank whose model has another structure than rank 0's, and where it begins to differ, in words."""
+    for rank, mine in enumerate(models):
+        for number, (own, first) in enumerate(zip_longest(mine, models[0], fillvalue="nothing"), start=1):
+            if own != first:
+                return rank, f"number {number} of its parameters and buffers is {own}, and {first} on rank 0"
+    return None
+
+
+def refuse_other_models(model: nn.Module, world: World) -> None:
+    """Ranks whose models are not built alike would add up gradients of different parameters, or wait for ever."""
+    structure = structure_of(model)
+    short = hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather(short))) == 1:
+        return
+    found = first_unlike(world.gather(structure))
+    assert found is not None
+    raise ShardwiseError(
+        f"the ranks have not built the same model. On rank {found[0]}, {found[1]}. What is built must not follow from the order "
+        "of a set or of the files in a folder, from hash(), from RANK or from the clock: sort what comes out of a set or a folder"
+    )
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> nn.Module:

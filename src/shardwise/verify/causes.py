@@ -33,6 +33,10 @@ class Cause(Enum):
         "a data set or a collate() that draws from a generator of its own, or from the clock: torch, numpy and random are "
         "seeded for every sample, so what is drawn from them is drawn again",
     )
+    MODELS_DIFFER = Text(
+        "the ranks build different models: other parameters, or the same in another order",
+        "what build_model() takes from a set, from hash(), from the files of a folder, or from RANK: sort what comes out of it",
+    )
     DIFFERENT_SEEDS = Text(
         "the ranks start from different weights (different seeds, or weights not sent from rank 0)",
         "the seed before the model is built, and the broadcast of weights",
@@ -52,6 +56,11 @@ class Cause(Enum):
     HIDDEN_STATE = Text(
         "the loss depends on state in plain attributes, which no rank shares and no checkpoint has",
         "the attributes named above: make them buffers that are the same on all ranks, or functions of the step",
+    )
+    WEIGHTS_BY_SAMPLES = Text(
+        "the forward pass changes a weight by the samples it sees: every rank changes its own otherwise",
+        "what writes into the parameter named above (max_norm of an embedding, an update in no_grad): make it a buffer that is "
+        "averaged over the ranks, or leave it to the optimizer",
     )
     EVALUATION_CHANGES = Text(
         "evaluation changes the run: with another number of evaluations, other weights come out",
@@ -127,7 +136,8 @@ class Cause(Enum):
     )
     LOSS_IS_NO_SUM = Text(
         "the task's loss is not a sum over samples: it changes when the batch is split",
-        "the task's loss(): return the sum, and in count what it is to be divided by; nothing may look across samples",
+        "the task's loss(), and its collate(): return the sum, and in count what it is to be divided by; nothing may look across "
+        "samples, nor leave any out",
     )
     CLIPPED_BEFORE_REDUCED = Text(
         "gradients are clipped or scaled on each rank before they are reduced: every rank by its own norm",

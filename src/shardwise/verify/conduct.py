@@ -26,11 +26,11 @@ from shardwise.verify.failure_report import trouble_of
 from shardwise.verify.formatting import figure, listed
 from shardwise.verify.groups import Background, GroupResult, run_groups
 from shardwise.verify.measure import Tolerance, is_narrow
-from shardwise.verify.own_data import LATER, check_data, difference
-from shardwise.verify.parity import check_parity, check_single
+from shardwise.verify.own_data import LATER, check_data, check_models, difference
+from shardwise.verify.parity import FIRST_GRADIENTS, check_parity, check_single
 from shardwise.verify.probe import RANDOM, Probe
 from shardwise.verify.recorder import WHOLE_ON_EVERY_RANK
-from shardwise.verify.report import Check, Report, failed, noted, unproved
+from shardwise.verify.report import Check, Finding, Report, failed, noted, unproved
 from shardwise.verify.request import Request, Target
 from shardwise.verify.resume import check_other_ranks, check_program, check_resume, left_a_checkpoint
 from shardwise.verify.run_spec import Interpreter, Plan, RunSpec, as_asked, batching_of
@@ -52,7 +52,7 @@ def _with_fp32(checks: list[Check], wide: Report, precision: str) -> list[Check]
     """In a narrow type small mistakes hide in rounding, so numbers are compared in fp32 as well. What the narrow type leaves open
     on a way of several steps is noted where fp32 has proved it; gradients must be proved in both."""
     numbers = [check for check in wide.checks if check.group == "parity" and check.name not in _SAME_IN_ANY_PRECISION]
-    proved = {check.name for check in numbers if check.status == "pass"} - {"one process", "gradients at step 1"}
+    proved = {check.name for check in numbers if check.status == "pass"} - {"one process", FIRST_GRADIENTS}
     narrow = [
         replace(check, status="note", why=f"In {precision} that proves nothing; it is proved in fp32, below")
         if check.status == "not proved" and check.name in proved
@@ -188,7 +188,8 @@ class _Proof:
         report.checks += check_single(probe, single, record, others, tolerance)
         report.checks += self._parity(probe, ranks, other or base, tolerance)
         if following is not None:
-            report.checks += self._steps(probe, following)
+            known = next((check.finding for check in report.checks if check.name == FIRST_GRADIENTS), None)
+            report.checks += self._steps(probe, following, known)
         report.checks += data_checks
         if coverage in more:
             report.checks += self._coverage(coverage)
@@ -232,6 +233,7 @@ class _Proof:
             yield failed("coverage", "data of each rank", trouble_of(result))
             return
         records = [record["data"] for record in result.records]
+        yield check_models(records)
         if difference(records) is None:
             yield check_data(records, [])
             return
@@ -398,7 +400,8 @@ class _Proof:
             return [noted("parity", "batch norm", text), *checks]
         return checks
 
-    def _steps(self, probe: Probe, following: _Following) -> list[Check]:
+    def _steps(self, probe: Probe, following: _Following, known: Finding | None) -> list[Check]:
+        """`known`: what is wrong with the gradients of step 1."""
         ranks = self.results[following.ranks.name]
         if not ranks.fine:
             return [failed("parity", GRADIENTS, trouble_of(ranks))]
@@ -413,7 +416,9 @@ class _Proof:
         self.from_the_same = noise.whole_limit(noise.losses)
         differs, cause = first_difference(ours, expected, noise), None
         buffers = [] if probe.by_batch_norm else probe.buffers_in_gradient
-        if differs is not None and buffers:
+        if differs is not None and differs.step == 1 and known is not None:
+            cause = known.cause, ""
+        elif differs is not None and buffers:
             text = f". The gradient depends on {listed(buffers)}, which every forward pass moves: on the ranks by other samples"
             cause = Cause.OWN_BUFFERS, text
         elif differs is not None and not probe.by_batch_norm and not probe.plan.gathers:

@@ -62,6 +62,8 @@ class Curve:
     norms: list[float]
     rates: list[float]
     ids: list[list[int]]
+    counts: list[int]
+    """What the loss was divided by."""
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Mapping[str, Any]]]) -> Curve:
@@ -72,6 +74,7 @@ class Curve:
             [row["grad_norm"] for row in first],
             [row["lr"] for row in first],
             [sorted(index for row in rows for index in row["ids"]) for rows in together],
+            [row["global_count"] for row in first],
         )
 
 

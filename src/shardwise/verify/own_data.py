@@ -1,5 +1,5 @@
-"""The data as each rank makes them by itself: in an interpreter of its own, with another hash seed, a little later than the
-others, with the files of every folder listed in another order, and the samples read in another order.
+"""The data, and the model, as each rank makes them by itself: in an interpreter of its own, with another hash seed, a little
+later than the others, with the files of every folder listed in another order, and the samples read in another order.
 
 A data set that keeps to what it is told gives the same samples all the same.
 """
@@ -19,28 +19,30 @@ import numpy as np
 from shardwise.config.seeds import Purpose
 from shardwise.data import Reader
 from shardwise.data.seeding import seed_everything
+from shardwise.engine.parallel_init import build_initial_model
 from shardwise.engine.run import Run
+from shardwise.parallel.weights import build_shape, first_unlike, structure_of
 from shardwise.tasks import Task
 from shardwise.verify.causes import Cause
 from shardwise.verify.contents import contents_of, first_difference
 from shardwise.verify.report import Check, Finding, failed, passed
 
-MOST_SAMPLES = 200
+MOST_SAMPLES = 400
 """Of each part, evenly spread."""
 LONGEST = 10.0
 """Seconds for reading them."""
 LATER = 1.1
 """Seconds by which a rank begins after the one before it: a clock that counts in seconds shows another time."""
-TOGETHER = 20
-"""Samples among which the order changes: reading may be cut short, and all are to have read the same ones by then."""
+FEW = 20
+"""Samples that are read first, to see how long each takes."""
 NAME = "data of each rank"
 
 Listing = str
 """natural, reversed, or mixed by a number."""
 
 
-def look_at_data(run: Run, task: Task, wait: float, order: int) -> dict[str, Any]:
-    """On this rank: how many samples there are, and fingerprints of what is in some of them."""
+def look_at_own(run: Run, task: Task, wait: float, order: int) -> dict[str, Any]:
+    """On this rank: how many samples there are, and fingerprints of what is in some of them; and what the model consists of."""
     time.sleep(wait)
     seed_everything(run.config.seed, Purpose.DATA)
     run.world.on_each_machine(task.prepare_data)
@@ -48,26 +50,29 @@ def look_at_data(run: Run, task: Task, wait: float, order: int) -> dict[str, Any
     sizes = {name: None if data is None else len(data) for name, data in parts.items()}
     seen: dict[str, dict[int, dict[str, str]]] = {}
     for name, data in parts.items():
-        seen[name] = {}
         count = task.count if name == "training" else lambda _: 0
+        reader = Reader(data, task.collate, count, run.config.seed, name=name)
+        row = _spread(sizes[name] or 0)
         began = time.monotonic()
-        for index in _spread(sizes[name] or 0, order):
-            reader = Reader(data, task.collate, count, run.config.seed, name=name)
-            seen[name][index] = contents_of(reader.micro_batch(np.array([index])))
-            if time.monotonic() - began > LONGEST:
-                break
-    return {"sizes": sizes, "samples": seen}
+        seen[name] = _read(reader, row[:FEW], order)
+        each = (time.monotonic() - began) / FEW
+        # Every rank reads a beginning of the same row: they are compared in what they have in common.
+        seen[name] |= _read(reader, row[FEW:][: int(LONGEST / max(each, 1e-9))], order)
+    model = build_shape(lambda: build_initial_model(task, run.config.seed))
+    return {"sizes": sizes, "samples": seen, "model": structure_of(model)}
 
 
-def _spread(size: int, order: int) -> list[int]:
-    """In an order in which a beginning is spread, too."""
-    few = (
+def _read(reader: Reader, indices: Sequence[int], order: int) -> dict[int, dict[str, str]]:
+    mixed = random.Random(order).sample(indices, len(indices))
+    return {index: contents_of(reader.micro_batch(np.array([index]))) for index in mixed}
+
+
+def _spread(size: int) -> list[int]:
+    """Each beginning of it is spread over all."""
+    some = (
         range(size) if size <= MOST_SAMPLES else np.unique(np.linspace(0, size - 1, MOST_SAMPLES).astype(int)).tolist()
     )
-    spread = random.Random(0).sample(list(few), len(few))
-    rng = random.Random(order)
-    parts = [spread[at : at + TOGETHER] for at in range(0, len(spread), TOGETHER)]
-    return [index for part in parts for index in rng.sample(part, len(part))]
+    return random.Random(0).sample(list(some), len(some))
 
 
 def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
@@ -102,6 +107,20 @@ def check_data(records: Sequence[dict[str, Any]], causes: Iterable[tuple[Cause, 
     rank, what = found
     cause, how = next(iter(causes), (Cause.DATA_BY_RANK, ""))
     return failed("coverage", NAME, Finding(cause, f"rank {rank} makes {what}{how}", rank=rank))
+
+
+def check_models(records: Sequence[dict[str, Any]]) -> Check:
+    models = [record["model"] for record in records]
+    found = first_unlike(models)
+    if found is None:
+        return passed(
+            "coverage",
+            "model of each rank",
+            f"{len(models[0])} parameters and buffers, in the same order in each of them",
+        )
+    return failed(
+        "coverage", "model of each rank", Finding(Cause.MODELS_DIFFER, f"on rank {found[0]}, {found[1]}", rank=found[0])
+    )
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from shardwise.verify.report import Check, Finding, failed, noted, passed, unpro
 from shardwise.verify.wrong_gradients import read_differently, why
 
 _passed, _noted, _failed = partial(passed, "parity"), partial(noted, "parity"), partial(failed, "parity")
+FIRST_GRADIENTS = "gradients at step 1"
 TOO_LOUD = 0.05
 """Noise above which nothing can be proved: half of a gradient's digits would be chance."""
 
@@ -44,6 +45,9 @@ def check_single(
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
     if (history := _history(probe)) is not None:
         yield history
+    if moved := probe.history.by_samples:
+        text = f"a forward pass changes {listed(moved)}, and other samples change it to something else"
+        yield _failed("weights in a pass", Finding(Cause.WEIGHTS_BY_SAMPLES, text, moved[0], step=1))
     random = [] if others_differ else list(_random(probe, record, noise, bool(bad)))
     yield from random
     if probe.without_gradient:
@@ -88,7 +92,7 @@ def _history(probe: Probe) -> Check | None:
     if history.matters <= RANDOM:
         return None
     moves = f"after other batches the same batch has a gradient that is {figure(history.matters)} off"
-    if history.by_chance:
+    if history.by_chance and not history.changed:
         text = (
             f"{moves}, with the same weights and seeds, and another process that computes the same batches gets other losses: "
             "it follows from the clock, a file, or a generator that no seed reaches"
@@ -169,7 +173,7 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
 
 def check_parity(both: Compared) -> list[Check]:
     """Every quantity, in the order in which a training makes them."""
-    quantities = (_tied, _initial, _samples, _rates, _gradients, _norms, _losses, _weights)
+    quantities = (_tied, _initial, _samples, _counts, _rates, _gradients, _norms, _losses, _weights)
     return [check for look_at in quantities for check in look_at(both)]
 
 
@@ -230,6 +234,19 @@ def _samples(both: Compared) -> Iterator[Check]:
     yield _passed("samples", f"the same in every step ({sizes} samples), whoever computed them")
 
 
+def _counts(both: Compared) -> Iterator[Check]:
+    """What the loss is divided by is a whole number: no rounding is in it."""
+    ours, theirs = both.run.curve, both.reference.curve
+    for step, (mine, expected) in enumerate(zip(ours.counts, theirs.counts, strict=False), start=1):
+        if mine != expected and ours.ids[step - 1] == theirs.ids[step - 1]:
+            text = (
+                f"step {step}: the ranks together count {mine} on the same {len(theirs.ids[step - 1])} samples, "
+                f"{both.reference_name} {expected}: what is counted depends on which samples are put together"
+            )
+            yield _failed("counts", Finding(Cause.LOSS_IS_NO_SUM, text, step=step))
+            return
+
+
 def _rates(both: Compared) -> Iterator[Check]:
     for step, (mine, expected) in enumerate(
         zip(both.run.curve.rates, both.reference.curve.rates, strict=False), start=1
@@ -250,7 +267,7 @@ def _gradients(both: Compared) -> Iterator[Check]:
     bad = {name: value for name, value in differences.items() if value > both.gradient_limit(name)}
     unequal = _unequal_between_ranks([record["gradient_digests"] for record in both.ranks.records])
     missing = [rank for rank, record in enumerate(both.ranks.records) if not record["gradient_digests"]]
-    name = "gradients at step 1"
+    name = FIRST_GRADIENTS
     if missing and len(missing) < len(both.ranks.records):
         text = f"rank {missing[0]} skipped step 1, the others did not"
         yield _failed(name, Finding(Cause.SOME_RANKS_UPDATE, text, rank=missing[0], step=1))

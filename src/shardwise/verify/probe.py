@@ -28,6 +28,7 @@ from shardwise.engine.precision import Precision
 from shardwise.engine.run import Run
 from shardwise.engine.user_task import OwnTask
 from shardwise.parallel.gather import Scope, gathering
+from shardwise.parallel.parameter_marks import ParameterMarks
 from shardwise.tasks import Task
 from shardwise.verify.contents import contents_of, digests, first_difference
 from shardwise.verify.dropout import switch_off_in
@@ -94,6 +95,8 @@ class Probe:
     split_matters: float
     """How far the gradient moves when the batch is computed in micro-batches."""
     split_matters_without_batch_norm: float
+    split_matters_by_hooks: list[str]
+    """Parameters whose hooks are all there is to that; none where it is something else."""
     clip_said: str = ""
     comm_hook: str = "none"
 
@@ -168,6 +171,9 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         split_matters_without_batch_norm=plain.frozen().split_matters(ids, [part for _, _, part in pieces])
         if has_batch_norm and split > SPLIT_MATTERS
         else split,
+        split_matters_by_hooks=plain.hooks_that_matter(ids, [part for _, _, part in pieces])
+        if split > SPLIT_MATTERS
+        else [],
         clip_said=said,
         comm_hook=config.training.ddp.comm_hook,
     )
@@ -176,7 +182,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
 def _model(run: Run) -> nn.Module:
     """As the task builds it, with the seed of the weights; a program's own, as the session found it."""
     if isinstance(run.task, OwnTask):
-        model = copy.deepcopy(run.strategy.module)
+        model = _copied(run.strategy.module)
     else:
         model = build_initial_model(run.task, run.config.seed)
         if run.config.training.precision == "bf16-true":
@@ -226,6 +232,8 @@ class History:
     """How far the gradient of a batch moves with what was computed before it, on the same weights and with the same seeds."""
     losses: list[float]
     """Of every pass, in order."""
+    by_samples: list[str]
+    """Parameters that a pass changes by itself, to values that follow from its samples."""
     by_chance: bool = False
     """Another process that makes the same passes has other losses: then it is no history."""
 
@@ -302,31 +310,36 @@ class _Batch:
         """Afterwards the model is as it was built."""
         first, others = parts[0], parts[1:]
         try:
-            built = copy.deepcopy(self.model)
+            built = _copied(self.model)
         except Exception:  # something in it cannot be copied
-            return History([], 0.0, [])
+            return History([], 0.0, [], [])
         plain = PlainState(self.task, {type(each) for each in built.modules()})
 
         def start_over() -> None:
-            self.model = copy.deepcopy(built)
+            self.model = _copied(built)
             plain.put_back()
 
         once = self.gradient(first)
         changed = _changed(built, self.model) + plain.changed()
+        by_samples, passed = [], self.model
         start_over()
+        if others and _other_weights(built, passed):
+            self.gradient(others[0])
+            by_samples = _other_weights(passed, self.model)
+            start_over()
         later = [self.gradient(part) for part in [*others, first, *others, first]]
         gap = _apart(later[-1].gradients, once.gradients)
         start_over()
         if changed and gap > RANDOM and _apart(self.gradient(first).gradients, once.gradients) > RANDOM:
             changed = []  # with all of that put back it is another all the same
         start_over()
-        return History(changed, gap, [each.loss for each in (once, *later)])
+        return History(changed, gap, [each.loss for each in (once, *later)], by_samples)
 
     def moving_buffers(self, ids: Indices) -> list[str]:
         """Those that a training forward changes: an average of the weights, too, which stands still until these have moved."""
         moved = copy.copy(self)
         try:
-            moved.model = copy.deepcopy(self.model)
+            moved.model = _copied(self.model)
         except Exception:  # something in it cannot be copied
             return self.gradient(ids).changed
         generator = torch.Generator().manual_seed(0)
@@ -362,11 +375,20 @@ class _Batch:
         counts = self.gradient(ids).count / max(1, sum(self.gradient(part).count for part in parts))
         return _apart({name: each * counts for name, each in total.items()}, whole)
 
+    def hooks_that_matter(self, ids: Indices, parts: list[Indices]) -> list[str]:
+        """Parameters with hooks of their gradients, if without these it does not matter that the batch is split."""
+        hooked = ParameterMarks(self.model).hooked
+        if not hooked:
+            return []
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)  # which leaves them behind
+        return hooked if other.split_matters(ids, parts) <= SPLIT_MATTERS else []
+
     def in_double(self, ids: Indices) -> Gradients:
         """What the gradient would be without rounding; empty where something in it is not made for that."""
         other = copy.copy(self)
         try:
-            other.model = copy.deepcopy(self.model).double()
+            other.model = _copied(self.model).double()
             other.precision = Precision("32-true", self.run.world.device.type)
             inputs = _map_tensors(self.read(ids), lambda each: each.double() if each.is_floating_point() else each)
             found = other.gradient(ids, inputs=inputs)
@@ -377,26 +399,38 @@ class _Batch:
     def frozen(self) -> _Batch:
         """Batch norm uses its running statistics: no sample knows of another any more."""
         other = copy.copy(self)
-        other.model = copy.deepcopy(self.model)
+        other.model = _copied(self.model)
         for module in other.model.modules():
             if isinstance(module, BatchNorm):
                 module.eval()
         return other
 
 
+def _copied(model: nn.Module) -> nn.Module:
+    """With the hooks and attributes of its parameters, which deepcopy leaves behind."""
+    copied = copy.deepcopy(model)
+    ParameterMarks(model).put_on(copied)
+    return copied
+
+
 def _changed(before: nn.Module, after: nn.Module) -> list[str]:
     """Of two copies of one model, the second of which has computed something."""
     was, now = attributes_of(before), attributes_of(after)
     modules = {name for name, _ in before.named_modules()}
-    weights = dict(before.named_parameters())
     return [
         *(f"module {name} (new)" for name, _ in after.named_modules() if name not in modules),
-        *(
-            f"parameter {name}"
-            for name, each in after.named_parameters()
-            if name not in weights or each.shape != weights[name].shape or not torch.equal(each, weights[name])
-        ),
+        *(f"parameter {name}" for name in _other_weights(before, after)),
         *(name for name in now if was.get(name) != now[name]),
+    ]
+
+
+def _other_weights(before: nn.Module, after: nn.Module) -> list[str]:
+    """Parameters that have another value in the second of two copies, by name."""
+    was = dict(before.named_parameters())
+    return [
+        name
+        for name, each in after.named_parameters()
+        if name not in was or each.shape != was[name].shape or not torch.equal(each, was[name])
     ]
 
 

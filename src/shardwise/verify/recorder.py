@@ -29,7 +29,7 @@ from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.evaluation import Evaluation
 from shardwise.verify.measure import rounding_of
 from shardwise.verify.names import canonical, tied_names
-from shardwise.verify.own_data import look_at_data
+from shardwise.verify.own_data import look_at_own
 from shardwise.verify.own_gradients import OwnGradients
 from shardwise.verify.run_spec import RunSpec, config_for, in_precision
 from shardwise.verify.shared_data import make_shared, take_shared
@@ -74,7 +74,7 @@ class Recorder(Rehearsal):
         if self.spec.kind == "data":
             self.run = run
             interpreter = self.spec.interpreters[self.rank]
-            self.record["data"] = look_at_data(run, task, interpreter.wait, interpreter.order)
+            self.record["data"] = look_at_own(run, task, interpreter.wait, interpreter.order)
             self._write()
             raise Finished
         if self.spec.shared is None or self.spec.values is None:  # a program has made its data already

@@ -47,6 +47,7 @@ class Step:
     loss: float
     norm: float
     ids: list[int] = field(repr=False)
+    count: int
 
 
 def steps_of(group: GroupResult, leader: Figures, start: Weights) -> list[Step]:
@@ -60,7 +61,7 @@ def steps_of(group: GroupResult, leader: Figures, start: Weights) -> list[Step]:
             found.weights[number],
             *row,
         )
-        for number, row in enumerate(zip(curve.losses, curve.norms, curve.ids, strict=True), start=1)
+        for number, row in enumerate(zip(curve.losses, curve.norms, curve.ids, curve.counts, strict=True), start=1)
         if number in found.gradients_by_step
     ]
 
@@ -162,6 +163,14 @@ def check_steps(
 ) -> Iterator[Check]:
     """`differs`: what `first_difference` found; `cause`: and why, as far as experiments tell."""
     samples = len({index for step in expected for index in step.ids})
+    for mine, theirs in zip(ours, expected, strict=False):
+        if mine.count != theirs.count and mine.ids == theirs.ids:
+            text = (
+                f"step {mine.number}: the ranks together count {mine.count} on the same {len(theirs.ids)} samples, one process "
+                f"{theirs.count}: what is counted depends on which samples are put together"
+            )
+            yield _failed("counts of each step", Finding(Cause.LOSS_IS_NO_SUM, text, step=mine.number))
+            break
     if differs is not None:
         kind, how = cause or (Cause.GRADIENTS if differs.step == 1 else Cause.BEGINS_LATER, "")
         yield _failed(

@@ -30,6 +30,11 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
             f". In one process, splitting the same batch into the ranks' micro-batches moves the gradient by "
             f"{figure(both.probe.split_matters_without_batch_norm)}"
         )
+        if hooked := both.probe.split_matters_by_hooks:
+            text += (
+                f", and without the hooks on {listed(hooked)} not at all: a hook meets each micro-batch's own gradient"
+            )
+            return Finding(Cause.CLIPPED_BEFORE_REDUCED, text, hooked[0], step=1, amount=bad[first])
         return Finding(Cause.LOSS_IS_NO_SUM, text, first, step=1, amount=bad[first])
     if data := read_differently(both.probe, both.ranks.records, both.reference_record):
         return data
