@@ -50,6 +50,14 @@ def shared(found: SampleContents) -> int:
     return int(np.isin(found.valid.numbers, found.train.numbers).sum())
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_copies_are_found_in_another_type_of_numbers(kind: torch.dtype) -> None:
+    held = [each.float() for each in _all(Numbers(5, 10))]
+    assert shared(compared(held, [each.to(kind) for each in held])) == 10
+    assert shared(compared(held, [each.numpy() for each in held])) == 10
+    assert shared(compared(_all(Numbers(5, 10)), [each.int() for each in _all(Numbers(0, 10))])) == 5
+
+
 def test_parts_of_one_data_set_are_compared_by_place_and_nothing_is_read() -> None:
     class Unread(Numbers):
         def __getitem__(self, index: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise.kernels.low_precision_weights import LowPrecisionWeights
@@ -45,6 +46,58 @@ def test_a_parameter_that_nobody_would_train_is_refused_by_the_place_that_holds_
     said = f"ShardwiseError: the model holds a parameter of shape {shape} in norm.more, where PyTorch does not find it"
     assert str(caught.value).count(said) == size, "every rank says the same"
     assert "nn.ParameterList, nn.ModuleList" in str(caught.value) and "freeze it" in str(caught.value)
+
+
+class TiedByData(Ragged):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.layers[1].inner[1].weight.data = model.layers[0].inner[1].weight.data
+        return model
+
+
+class Lazy(Ragged):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.head = nn.Sequential(nn.LazyLinear(16), model.head)
+        return model
+
+
+class OrderByRank(Ragged):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        names = ["age", "weight"] if dist.get_rank() == 0 else ["weight", "age"]
+        model.heads = nn.ModuleDict({name: nn.Linear(16, 16) for name in names})
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (TiedByData, "layers.0.inner.1.weight and layers.1.inner.1.weight share their memory and are two parameters"),
+        (Lazy, "the parameter head.0.weight has no shape yet"),
+        (OrderByRank, "the ranks have not built the same model. On rank 1, number"),
+    ],
+)
+def test_a_model_that_would_be_trained_as_another_is_refused_by_all_ranks(
+    ranks: RankPool, strategy: str, kind: type[Ragged], said: str
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        ranks.run(2, work.train, f"{HERE}:{kind.__name__}\n", [f"training.strategy={strategy}"])
+    assert str(caught.value).count(said) == 2, "every rank says the same"
+
+
+class SharedByFrozen(Ragged):
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        for name in ("one", "other"):
+            model.register_parameter(name, nn.Parameter(torch.zeros(4), requires_grad=False))
+        model.other.data = model.one.data
+        return model
+
+
+def test_frozen_parameters_may_share_their_memory(ranks: RankPool) -> None:
+    ranks.run(1, work.train, f"{HERE}:SharedByFrozen\n", ["training.strategy=single"])
 
 
 class Frozen(HiddenModule):

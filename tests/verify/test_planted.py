@@ -62,6 +62,12 @@ PLANTED = [
     ("nothing", "tests.verify.toys:FromASet", "ddp", Cause.DATA_BY_HASH),
     ("nothing", "tests.verify.toys:FromAFolder", "ddp", Cause.DATA_BY_LISTING),
     ("nothing", "tests.verify.toys:SlowAndByRank", "ddp", Cause.DATA_BY_RANK),
+    ("nothing", "tests.verify.toys:ByThreads", "ddp", Cause.DATA_BY_RANK),
+    ("nothing", "tests.verify.toys:HeldOutInAnotherType", "ddp", Cause.OVERLAP),
+    ("nothing", "tests.verify.toys:LeavingOut", "ddp", Cause.LOSS_IS_NO_SUM),
+    ("nothing", "tests.verify.toys:MaxNorm", "ddp", Cause.WEIGHTS_BY_SAMPLES),
+    ("nothing", "tests.verify.toys:ClampingHook", "ddp", Cause.CLIPPED_BEFORE_REDUCED),
+    ("nothing", "tests.verify.toys:Remembering", "ddp", Cause.EVALUATION_RANDOM),
     ("nothing", "tests.verify.toys:Freezing", "ddp", Cause.EVALUATION_CHANGES),
     ("nothing", "tests.verify.toys:Switching", "ddp", Cause.EVALUATION_CHANGES),
     ("nothing", "tests.verify.toys:Reseeding", "ddp", Cause.EVALUATION_CHANGES),
@@ -130,6 +136,11 @@ def test_a_planted_bug_is_caught_and_its_cause_named(
     report = run(tmp_path, bug, task, strategy)
     assert not report.passed
     assert report.causes[0] is cause, report.as_text()
+
+
+def test_data_that_follow_from_the_loader_worker_are_found_where_the_config_has_workers(tmp_path: Path) -> None:
+    report = run(tmp_path, "nothing", "tests.verify.toys:ByWorker", overrides=["data.num_workers=2"])
+    assert report.causes[0] is Cause.WORKERS, report.as_text()
 
 
 def test_what_hides_in_the_rounding_of_a_narrow_type_is_seen_in_fp32(tmp_path: Path) -> None:

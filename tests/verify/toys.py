@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from shardwise.tasks import Loss
 from tests.tasks import Ragged
@@ -175,7 +176,57 @@ class SlowAndByRank(Ragged):
         return [(each + int(os.environ["RANK"])) % self.vocabulary for each in super().train_data()]
 
 
+class ByThreads(Ragged):
+    """As many readers as there are threads take turns with the samples."""
+
+    def train_data(self) -> list[Tensor]:
+        data, readers = super().train_data(), torch.get_num_threads()
+        return [each for first in range(readers) for each in data[first::readers]]
+
+
+class ByWorker(Ragged):
+    """Every loader worker adds its number to what it reads."""
+
+    def train_data(self) -> list[Tensor]:
+        return _Numbered(super().train_data())
+
+
+class _Numbered(list[Tensor]):
+    def __getitem__(self, index: Any) -> Any:
+        worker = get_worker_info()
+        return (super().__getitem__(index) + (worker.id if worker else 0)) % Ragged.vocabulary
+
+
+class HeldOutInAnotherType(Ragged):
+    """Validates on samples that it trains on, which it reads as other numbers."""
+
+    def valid_data(self) -> list[Tensor]:
+        return [each.to(torch.int32) for each in self.train_data()[:11]]
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        return super().loss(model, {"ids": batch["ids"].long()})
+
+
+class LeavingOut(Ragged):
+    """What is much longer than the others of a micro-batch is left out of it."""
+
+    def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
+        usual = sum(map(len, samples)) / len(samples)
+        return super().collate([each for each in samples if len(each) <= 1.3 * usual])
+
+
 # ---------------------------------------------------------------- evaluation
+
+
+class Remembering(Ragged):
+    """What it has once found for a sample is found for ever after."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.known: dict[bytes, Loss] = {}
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": self.known.setdefault(batch["ids"].numpy().tobytes(), self.loss(model, batch))}
 
 
 class Freezing(Ragged):
@@ -242,6 +293,24 @@ class Looking(Ragged):
 
 
 # ---------------------------------------------------------------- state, and what begins late
+
+
+class MaxNorm(Ragged):
+    """Rows of the embedding that are looked up are cut to a norm in the forward pass."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.embedding.max_norm = 0.1
+        return model
+
+
+class ClampingHook(Ragged):
+    """A hook cuts the gradient of one matrix, of each micro-batch on its own."""
+
+    def build_model(self) -> nn.Module:
+        model: Any = super().build_model()
+        model.layers[0].inner[1].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return model
 
 
 class Normalising(Ragged):

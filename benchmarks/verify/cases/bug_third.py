@@ -443,7 +443,7 @@ class DecayInHook(Plain):
     "third-updated-in-backward",
     "hooks",
     "a weight is updated by each rank's own gradient before it is reduced",
-    ["some_ranks_update", "unsynchronised_parameter"],
+    ["some_ranks_update", "unsynchronised_parameter", "weights_by_samples"],
 )
 class UpdatedInBackward(Plain):
     """The head learns faster: a hook makes a step of SGD with its gradient as soon as it is there."""
@@ -531,7 +531,7 @@ class GradientByFrequency(OfUsers):
     "third-embedding-max-norm",
     "state of each rank",
     "each rank shortens the vectors of its own users, in place, in the forward pass",
-    ["some_ranks_update", "ranks_compute_differently", "drift"],
+    ["weights_by_samples", "some_ranks_update", "ranks_compute_differently", "drift"],
 )
 class EmbeddingMaxNorm(OfUsers):
     """nn.Embedding(max_norm=1): the forward pass shortens the rows that are looked up, in place, on the rank that does."""
@@ -939,7 +939,7 @@ class ManyHeads(Mlp):
     "third-heads-from-a-set",
     "ranks build differently",
     "the parameters come in the order of a set of strings, which each process has its own of",
-    ["different_seeds", "ranks_compute_differently", "not_deterministic"],
+    ["models_differ", "different_seeds", "ranks_compute_differently", "not_deterministic"],
     visible="where the ranks are interpreters of their own",
     refusal_is_right=True,
 )

@@ -27,6 +27,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "gradient_hooks_of",
+    "memory_of",
     "put_after_accumulation",
     "put_gradient_hooks",
     "scaled_mm",
@@ -53,6 +54,13 @@ foreach_copy_ = torch._foreach_copy_
 """Many copies, each with its own cast. Seen on 2.11, 2.13, 2.15."""
 scaled_mm = torch._scaled_mm
 """A product of two fp8 matrices with their scales. Seen on 2.11, 2.13, 2.15."""
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Where it begins, also on the meta device, where addresses are 0: Tensor.is_set_to has no answer there. Seen on 2.11, 2.13,
+    2.15."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+
 
 ATTENTION_OPERATIONS = [
     torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -138,19 +138,26 @@ class _Fingerprints(Dataset[tuple[int, int, int]]):
 
 
 def fingerprint(sample: Any) -> int:
-    """Equal for samples that hold the same."""
+    """Equal for samples that hold the same, in whatever types of numbers."""
     digest = blake2b(digest_size=8)
     _add(digest, sample)
     return int.from_bytes(digest.digest())
 
 
+def as_values(array: torch.Tensor | NDArray[Any]) -> NDArray[Any]:
+    """In one type for all whole numbers and one for all others: a copy that was read as another type is a copy all the same."""
+    if isinstance(array, torch.Tensor):
+        host = array.detach().cpu()
+        array = (host.float() if host.is_floating_point() else host).contiguous().clone().numpy()
+    kind = {"f": np.float32, "b": np.int64, "i": np.int64, "u": np.int64}.get(array.dtype.kind)
+    return np.ascontiguousarray(array if kind is None else array.astype(kind))
+
+
 def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        digest.update(f"array {value.dtype} {value.shape}".encode())
-        digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
+        numbers = as_values(value)
+        digest.update(f"array {numbers.dtype} {numbers.shape}".encode())
+        digest.update(numbers.reshape(-1).view(np.uint8))
     elif isinstance(value, Mapping):
         digest.update(f"mapping {len(value)}".encode())
         for key in sorted(value, key=repr):

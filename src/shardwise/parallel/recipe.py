@@ -25,11 +25,10 @@ from shardwise.parallel.weights import (
     broadcast_buffers,
     build_shape,
     cast_parameters,
+    check_model,
     low_precision_dtype,
     materialize,
     rank_zero_weights,
-    refuse_hidden_parameters,
-    refuse_other_models,
 )
 from shardwise.parallel.world import World
 
@@ -62,8 +61,7 @@ def whole_model(spec: ModelSpec, training: Training, world: World) -> tuple[nn.M
     """All of it on this rank's device, with its compiled regions. On other ranks than the first, weights are still to come."""
     build = with_batch_norm(spec.build, training, world)
     module = build() if world.is_first else build_shape(build)
-    refuse_hidden_parameters(module)
-    refuse_other_models(module, world)
+    check_model(module, world)
     cast_parameters(module, training)
     compiled = spec.find_regions(module) if spec.find_regions else None
     regions = tuned(module, spec.find_blocks(module), compiled, spec.one_size, training, world)
@@ -77,8 +75,7 @@ def shape_and_weights(spec: ModelSpec, training: Training, world: World) -> tupl
     """The model without memory, to be taken apart, and its weights on the CPU of rank 0."""
     build = with_batch_norm(spec.build, training, world)
     shape = build_shape(build)
-    refuse_hidden_parameters(shape)
-    refuse_other_models(shape, world)
+    check_model(shape, world)
     cast_parameters(shape, training)
     return shape, rank_zero_weights(build, shape, training, world)
 

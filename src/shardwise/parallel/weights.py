@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.compat.distributed import name_without_wrapper
 from shardwise.compat.modules import REGISTERS, buffers_of, parameters_of
+from shardwise.compat.tensors import memory_of
 from shardwise.config import Training
 from shardwise.errors import ShardwiseError
 from shardwise.kernels.types import COMPUTE_TYPES
@@ -43,6 +45,24 @@ def build_shape(build: Build) -> nn.Module:
     return build() if loose else shape
 
 
+def check_model(model: nn.Module, world: World) -> None:
+    """What no strategy could train as it is meant. `model`: as it was built, on the meta device or for real."""
+    refuse_lazy_parameters(model)
+    refuse_hidden_parameters(model)
+    refuse_shared_memory(model)
+    refuse_other_models(model, world)
+
+
+def refuse_lazy_parameters(model: nn.Module) -> None:
+    """Their shape is known only after the first forward pass, and they have to be spread before it."""
+    lazy = [name for name, each in model.named_parameters() if isinstance(each, UninitializedParameter)]
+    if lazy:
+        raise ShardwiseError(
+            f"the parameter {lazy[0]} has no shape yet: its module is a lazy one. Give it its sizes (nn.Linear in place of "
+            "nn.LazyLinear), or let build_model() pass one sample through the model before it returns it"
+        )
+
+
 def refuse_hidden_parameters(model: nn.Module) -> None:
     """PyTorch finds parameters and modules that are attributes of a module, not those in a list or dict of it."""
     registered = set(model.parameters())
@@ -52,6 +72,21 @@ def refuse_hidden_parameters(model: nn.Module) -> None:
                 f"the model holds a parameter of shape {tuple(parameter.shape)} in {where}, where PyTorch does not find it: it "
                 "would be neither trained nor saved. Put it into nn.ParameterList, nn.ModuleList or nn.ModuleDict; if it is "
                 "not to be trained, freeze it: requires_grad_(False)"
+            )
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Tied by `one.data = other.data`, two parameters are one only until somebody moves one of them, as every strategy does."""
+    places: dict[tuple[int, int], tuple[str, bool]] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or not parameter.numel():
+            continue
+        other, trained = places.setdefault(memory_of(parameter), (name, parameter.requires_grad))
+        if other != name and (trained or parameter.requires_grad):
+            raise ShardwiseError(
+                f"the parameters {other} and {name} share their memory and are two parameters all the same: they would be "
+                f"trained as two, each with its own gradient. If they are to be tied, make them one: model.{name} = "
+                f"model.{other}; if not, copy: .data.clone()"
             )
 
 

@@ -23,6 +23,11 @@ class Cause(Enum):
         "the ranks have different data: they follow from the order in which a folder gives its files",
         "os.listdir, glob and iterdir, which give files in no order: sort them",
     )
+    WORKERS = Text(
+        "loader workers change what a rank gets",
+        "get_worker_info() in the data set: an index must be the same sample whichever worker asks; shardwise shares out the "
+        "indices",
+    )
     DATA_BY_RANK = Text(
         "the ranks have different data: they follow from RANK, WORLD_SIZE or what the process is",
         "RANK, LOCAL_RANK and WORLD_SIZE in the data set, or torch.distributed: every rank makes the same data, and shardwise "
@@ -58,9 +63,9 @@ class Cause(Enum):
         "the attributes named above: make them buffers that are the same on all ranks, or functions of the step",
     )
     WEIGHTS_BY_SAMPLES = Text(
-        "the forward pass changes a weight by the samples it sees: every rank changes its own otherwise",
-        "what writes into the parameter named above (max_norm of an embedding, an update in no_grad): make it a buffer that is "
-        "averaged over the ranks, or leave it to the optimizer",
+        "a forward or backward pass changes a weight by the samples it sees: every rank changes its own otherwise",
+        "what writes into the parameter named above (max_norm of an embedding, an update in no_grad or in a hook): make it a "
+        "buffer that is averaged over the ranks, or leave it to the optimizer",
     )
     EVALUATION_CHANGES = Text(
         "evaluation changes the run: with another number of evaluations, other weights come out",
@@ -230,7 +235,6 @@ class Cause(Enum):
         "the sampler is not reshuffled: every epoch has the same order",
         "whether the epoch reaches the sampler (set_epoch)",
     )
-    WORKERS = Text("loader workers change what a rank gets", "how samples are shared out between workers")
     OVERLAP = Text(
         "validation samples are in the training data",
         "the split: by sample, after duplicates are gone, with one seed",

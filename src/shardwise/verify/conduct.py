@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -141,20 +140,21 @@ class _Proof:
     def _report(self, data: Background | None) -> Report:
         steps, against = self.request.steps, self.request.against
         probe = self._probe()
-        rng = random.Random(f"{self.ranks} {self.request.strategy} {steps}")
-        save_at = rng.randint(1, steps - 3)
-        kill_at = rng.randint(save_at + 1, steps - 1)
+        # Late: what a program switches on in an early step must be on after the resume as well. And in the middle of an epoch.
+        save_at, kill_at = steps - 2, steps - 1
 
         plan, self.precision = probe.plan, probe.precision
         if plan.gathers and plan.batching.accumulation > 1:
             raise ConfigError(accumulation_problem(plan.batching.accumulation))
         ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
+        valid = 0 if self.numbers_only or self.request.quick else 4 * plan.batching.global_batch + self.ranks + 1
         one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
+        one = replace(one, valid_samples=valid, evaluate_last=valid > 0)
         # A loss over the whole batch has no parts that add up.
         split = one if plan.gathers else self._like(one, "split", batches="shares")
         # Batch norm must see the same samples together: they change places within a micro-batch only.
         base = split if probe.by_batch_norm else one
-        again = [self._like(base, f"reordered {n}", reorder=n, threads=n) for n in (1, 2)]
+        again = [self._like(base, f"reordered {n}", reorder=n, threads=n, evaluate_last=False) for n in (1, 2)]
         self._say(f"{self.ranks} ranks, and one process twice: {steps} steps each")
         self._run(ranks, one, again[0])
         self._must_run(one, again[0])
@@ -221,7 +221,13 @@ class _Proof:
 
     def _data_spec(self) -> RunSpec:
         interpreters = tuple(
-            Interpreter(rank, "natural" if not rank else "reversed" if rank == 1 else str(rank), rank * LATER, rank)
+            Interpreter(
+                hash_seed=rank,
+                listing="natural" if not rank else "reversed" if rank == 1 else str(rank),
+                wait=rank * LATER,
+                order=rank,
+                threads=1 + rank % 2,
+            )
             for rank in range(self.ranks)
         )
         return replace(self._spec("data", kind="data", world=self.ranks, interpreters=interpreters), shared=None)
@@ -250,6 +256,11 @@ class _Proof:
                 "when folders give their files in another order",
                 replace(first, listing="reversed"),
             ),
+            (
+                Cause.DATA_BY_RANK,
+                "with another number of threads, of which a rank has its own",
+                replace(first, threads=2),
+            ),
         ]
         alone = replace(data.spec, world=1, batches="whole")
         specs = [
@@ -268,10 +279,10 @@ class _Proof:
     def _step_by_step(self, probe: Probe, base: RunSpec, ranks: RunSpec) -> _Following:
         """One process goes ahead; others, and the ranks, take each of its steps from the same weights and moments."""
         plan, steps = self._longer(probe)
-        valid = 0 if self.numbers_only or self.request.quick else 4 * plan.batching.global_batch + self.ranks + 1
+        valid = base.valid_samples
         leader = replace(
             self._like(base, "goes ahead", plan=plan, steps=steps, save_at=None, keep_every_step=True),
-            valid_samples=valid,
+            evaluate_last=False,
             evaluate_at=steps - 1 if valid else None,
         )
         following = replace(leader, keep_every_step=False, follow=leader.run_folder)
@@ -283,7 +294,7 @@ class _Proof:
             valid_samples=valid,
             evaluate_at=leader.evaluate_at,
         )
-        alone = replace(self._like(base, "evaluates"), valid_samples=valid, evaluate_at=3)
+        alone = replace(self._like(base, "evaluates"), evaluate_at=3)
         self._say(
             f"each of {steps} steps from the same weights and moments: one process ahead, then the ranks after it"
         )

@@ -3,6 +3,7 @@ of them is validated on."""
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from shardwise.data import BatchedSamples, Cursor, GlobalOrder, Reader, StepLoad
 from shardwise.data.order import Indices
 from shardwise.engine.run import Run
 from shardwise.verify.causes import Cause
-from shardwise.verify.contents import contents_of
+from shardwise.verify.contents import contents_of, first_difference, values_of
 from shardwise.verify.measure import PROVES
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
 from shardwise.verify.run_spec import RunSpec
@@ -33,6 +34,8 @@ MOST_DRAWN = 100
 """Samples that are read once more, for the second epoch."""
 LONGEST = 10.0
 """Seconds for each of these."""
+TELLING = 0.9
+"""An array that is different in so many of the training samples tells them apart."""
 FEWEST_BYTES = 8
 """Shorter arrays are labels or numbers, not contents."""
 
@@ -50,6 +53,23 @@ class Handed:
 
 
 @dataclass
+class Overlap:
+    """Of training and validation. Pairs are (training sample, validation sample)."""
+
+    train: int = 0
+    valid: int = 0
+    """Samples that were compared."""
+    kinds: float = 1.0
+    """Of the training samples, the share that is different from all before it."""
+    whole: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs that hold the same."""
+    beyond_chance: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs that share what tells training samples apart, more of them than training samples share it with each other."""
+    place: str = ""
+    """Where these are the same; empty: everywhere."""
+
+
+@dataclass
 class Coverage:
     samples: int
     looked_at: int
@@ -59,13 +79,13 @@ class Coverage:
     """The second epoch has the order of the first."""
     whole_order: bool = True
     """The order itself names every sample once."""
-    compared: tuple[int, int] = (0, 0)
-    overlap: list[tuple[int, int]] = field(default_factory=list)
-    """Pairs (training sample, validation sample) with the same contents."""
+    overlap: Overlap = field(default_factory=Overlap)
     read: int = 0
     """Training samples that were compared with each other."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of training samples with the same contents."""
+    by_workers: str = ""
+    """Where the samples are others when loader workers read them, as the config has it; empty where they are not."""
     drawn: list[tuple[int, int]] = field(default_factory=list)
     """Pairs: in the second epoch the first one is what the other was in the first epoch."""
 
@@ -88,7 +108,8 @@ def cover(run: Run, asked: Config, spec: RunSpec) -> Coverage:
         handed.same_as_without = before is None or found == before
         before = before or found
         result.handed.append(handed)
-    result.compared, result.overlap = _overlap(run)
+    result.by_workers = _changed_by_workers(run, order)
+    result.overlap = _overlap(run)
     result.read, result.copies, result.drawn = _copies(run)
     return result
 
@@ -114,6 +135,8 @@ def _once(coverage: Coverage, ranks: int) -> Check:
             return _failed(
                 name, Cause.WORKERS, f"with {handed.workers} workers a rank gets other samples than with none"
             )
+    if coverage.by_workers:
+        return _failed(name, Cause.WORKERS, coverage.by_workers)
     if not coverage.whole_order:
         return _failed(name, Cause.REPEATED, "the order of an epoch does not name every sample exactly once")
     workers = ", ".join(str(handed.workers) for handed in coverage.handed)
@@ -156,18 +179,28 @@ def _reshuffled(coverage: Coverage) -> Check:
 
 
 def _disjoint(coverage: Coverage) -> Check:
-    name = "validation disjoint"
-    train, valid = coverage.compared
-    if not valid:
+    name, found = "validation disjoint", coverage.overlap
+    if not found.valid:
         return _noted(name, "the task has no validation data")
-    compared = f"{valid} validation samples compared with {train} training samples by the arrays in them"
-    if not coverage.overlap:
-        return _passed(name, f"{compared}: none is in both")
-    pairs = ", ".join(f"{held} is training sample {index}" for index, held in coverage.overlap[:3])
-    text = f"{compared}: {len(coverage.overlap)} are in both; validation sample {pairs}"
-    if len(coverage.overlap) <= valid // 100:  # data as it is found has copies in it
+    text = f"{found.valid} validation samples compared with {found.train} training samples by the arrays in them"
+    if found.beyond_chance:
+        where = f", at {found.place.removeprefix('.')}" if found.place else ""
+        text += f": {len(found.beyond_chance)} are in both{where}; {_pairs(found.beyond_chance)}"
+        return _failed(name, Cause.OVERLAP, text)
+    if not found.whole:
+        return _passed(name, f"{text}: none is in both")
+    text += f": {len(found.whole)} are in both; {_pairs(found.whole)}"
+    if len(found.whole) <= found.valid // 100 or found.kinds < FEW_KINDS:  # data as it is found has copies in it
         return _noted(name, text)
-    return _failed(name, Cause.OVERLAP, text)
+    why = (
+        "Training samples are as often copies of each other, so it may be chance; or the data were split before copies were "
+        "taken out of them. Without copies in the training data it would be proved"
+    )
+    return unproved("coverage", name, text, why)
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> str:
+    return "validation sample " + ", ".join(f"{held} is training sample {index}" for index, held in pairs[:3])
 
 
 def _failed(name: str, cause: Cause, text: str) -> Check:
@@ -229,33 +262,74 @@ class _BatchedNumbers(BatchedSamples):
         return list(batch.split(sizes))
 
 
-def _overlap(run: Run) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """Samples of the two parts that have an array in common which tells the samples of the training data apart.
+def _changed_by_workers(run: Run, order: GlobalOrder) -> str:
+    """Some real samples, one at a time, as the main process reads them and as the configured workers do."""
+    workers = run.config.data.num_workers
+    if not workers:
+        return ""
+    reader = Reader(run.train_data, run.task.collate, run.task.count, run.config.seed)
+    alone = Batching(world=1, batch_size=1, accumulation=1)
 
-    An array, because a number may be a label or a count from 0 in both; telling them apart, because a mask of ones does
+    def read(options: DataBlock) -> dict[int, dict[str, str]]:
+        began, found = time.monotonic(), {}
+        for batch in StepLoader(reader, order, alone, 0, torch.device("cpu"), options):
+            for micro in batch.micro:
+                found[int(micro.request.ids[0])] = contents_of(micro.inputs)
+            if len(found) >= MOST_DRAWN or time.monotonic() - began > LONGEST:
+                break
+        return found
+
+    without, others = read(run.config.data.model_copy(update={"num_workers": 0})), read(run.config.data)
+    both = [index for index in without if index in others]
+    for index in both:
+        if place := first_difference(without[index], others[index]):
+            return (
+                f"read by one of {workers} loader workers, sample {index} is another than read without, at {place}: what the "
+                "data set gives follows from the worker that reads it"
+            )
+    return ""
+
+
+def _overlap(run: Run) -> Overlap:
+    """Samples of the two parts that hold the same, or share an array that tells the samples of the training data apart.
+
+    An array, because a sample may have a number of its own beside what it holds; telling them apart, because a mask of ones does
     not. What is drawn anew at every reading (augmentation, masking) hides a copy from this.
     """
-    train, valid = run.train_data, run.valid_data
-    if valid is None or not len(valid):
-        return (0, 0), []
-    mine, held = _some(len(train)), _some(len(valid))
-    seen: dict[str, dict[str, int]] = {}
-    began = time.monotonic()
-    for number, index in enumerate(mine):
+    if run.valid_data is None or not len(run.valid_data):
+        return Overlap()
+    mine, held = _read(run.train_data), _read(run.valid_data)
+    found = Overlap(len(mine), len(held))
+    places = dict.fromkeys(place for contents in mine.values() for place in contents)
+    for place in (None, *places):  # None: all of a sample
+        seen: dict[str, list[int]] = {}
+        for index, contents in mine.items():
+            seen.setdefault(_at(contents, place), []).append(index)
+        if place is not None and len(seen) <= TELLING * len(mine):
+            continue
+        shared = [(seen[at][0], index) for index, contents in held.items() if (at := _at(contents, place)) in seen]
+        if place is None:
+            found.whole, found.kinds = shared, len(seen) / max(1, len(mine))
+        twins = sum(len(indices) for indices in seen.values() if len(indices) > 1) / max(1, len(mine)) * len(held)
+        by_chance = twins + 3 * math.sqrt(twins) + len(held) // 100
+        if len(shared) > by_chance and len(shared) > len(found.beyond_chance):
+            found.beyond_chance, found.place = shared, place or ""
+    return found
+
+
+def _at(contents: dict[str, str], place: str | None) -> str:
+    """Where a sample has nothing at a place, it is like no other there."""
+    return repr(sorted(contents.items())) if place is None else contents.get(place, f"none {id(contents)}")
+
+
+def _read(data: Any) -> dict[int, dict[str, str]]:
+    """Of some samples, what they hold."""
+    began, found = time.monotonic(), {}
+    for index in _some(len(data)):
+        found[index] = _contents(data, index)
         if time.monotonic() - began > LONGEST:
-            mine = mine[:number]
             break
-        for place, contents in _contents(train, index).items():
-            seen.setdefault(place, {}).setdefault(contents, index)
-    telling = {place: found for place, found in seen.items() if len(found) > 0.9 * len(mine)}
-    pairs = []
-    for number, index in enumerate(held):
-        if time.monotonic() - began > 2 * LONGEST:
-            held = held[:number]
-            break
-        found = _contents(valid, index)
-        pairs += [(telling[p][found[p]], index) for p in telling if p in found and found[p] in telling[p]][:1]
-    return (len(mine), len(held)), pairs
+    return found
 
 
 def _copies(run: Run) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
@@ -300,4 +374,4 @@ def _contents(data: Any, index: int) -> dict[str, str]:
     """A fingerprint of every array in the sample, by its place there."""
     torch.manual_seed(0)
     sample = data.read(np.array([index]), 0) if isinstance(data, BatchedSamples) else data[index]
-    return contents_of(sample, FEWEST_BYTES)
+    return values_of(sample, FEWEST_BYTES)

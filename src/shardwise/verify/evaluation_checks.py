@@ -41,7 +41,7 @@ def check_evaluation(
         yield _failed(METRICS, Finding(Cause.EVALUATION_FAILS, f"one process: {mine['error']}"))
         return
     yield _unchanged(without, alone, ranks)
-    yield _metrics(leader, ranks, repeated, precision, samples, alone)
+    yield _kept(without, alone, precision) or _metrics(leader, ranks, repeated, precision, samples, alone)
 
 
 def _unchanged(without: GroupResult, alone: GroupResult, ranks: GroupResult) -> Check:
@@ -72,6 +72,21 @@ def _unchanged(without: GroupResult, alone: GroupResult, ranks: GroupResult) -> 
         f"no weight, buffer, moment, frozen parameter or seed; the {steps} steps after it are, bit for bit, those of a run "
         "without",
     )
+
+
+def _kept(without: GroupResult, alone: GroupResult, precision: str) -> Check | None:
+    """After the last step, on the same weights: what evaluates for the first time must find what one does that has before."""
+    first, later = without.record().get("last_metrics"), alone.record().get("last_metrics")
+    if not first or not later or without.record()["weight_digests"] != alone.record()["weight_digests"]:
+        return None
+    for name, expected in first.items():
+        if (gap := apart(later.get(name, math.nan), expected)) > 4 * floor_of(precision):
+            text = (
+                f"after {len(without.steps[0])} steps, {name} is {later.get(name)!r} in a process that has evaluated before, and "
+                f"{expected!r} in one that has not, on the same weights: something is kept from one evaluation to the next"
+            )
+            return _failed(METRICS, Finding(Cause.EVALUATION_RANDOM, text + _attributes(alone), amount=gap))
+    return None
 
 
 def _attributes(group: GroupResult) -> str:

@@ -14,7 +14,7 @@ from torch.serialization import safe_globals
 
 from shardwise.config import Batching
 from shardwise.launch.group import RankGroup
-from shardwise.verify.coverage import Coverage, Handed
+from shardwise.verify.coverage import Coverage, Handed, Overlap
 from shardwise.verify.probe import History, Probe, Share
 from shardwise.verify.rank import rank
 from shardwise.verify.run_spec import Plan, RunSpec
@@ -42,7 +42,9 @@ class GroupResult:
 
     def record(self, rank: int = 0) -> dict[str, Any]:
         if rank not in self._records:
-            with safe_globals([Batching, Coverage, Handed, History, Plan, Probe, Share]):  # and tensors and plain data
+            with safe_globals(
+                [Batching, Coverage, Handed, History, Overlap, Plan, Probe, Share]
+            ):  # and tensors and plain data
                 self._records[rank] = torch.load(self.spec.record(rank), weights_only=True)
         return self._records[rank]
 

@@ -22,7 +22,7 @@ from shardwise.verify.measure import (
 )
 from shardwise.verify.probe import RANDOM, SPLIT_MATTERS, Probe
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
-from shardwise.verify.wrong_gradients import read_differently, why
+from shardwise.verify.wrong_gradients import common_ratio, read_differently, why
 
 _passed, _noted, _failed = partial(passed, "parity"), partial(noted, "parity"), partial(failed, "parity")
 FIRST_GRADIENTS = "gradients at step 1"
@@ -43,11 +43,13 @@ def check_single(
             yield _failed(f"initial {kind}", _begins_otherwise(kind, list(dict.fromkeys(unlike)), record, others))
     differences = gradients_apart(single.gradients, probe.gradients)
     bad = {name: value for name, value in differences.items() if value > noise.gradients.get(name, noise.floor)}
-    if (history := _history(probe)) is not None:
-        yield history
-    if moved := probe.history.by_samples:
-        text = f"a forward pass changes {listed(moved)}, and other samples change it to something else"
+    moved = probe.history.by_samples
+    if moved:
+        text = f"a pass over samples changes {listed(moved)} before the optimizer does, and other samples change it otherwise"
         yield _failed("weights in a pass", Finding(Cause.WEIGHTS_BY_SAMPLES, text, moved[0], step=1))
+    history = _history(probe)
+    if history is not None and not (moved and set(probe.history.changed) <= {f"parameter {name}" for name in moved}):
+        yield history
     random = [] if others_differ else list(_random(probe, record, noise, bool(bad)))
     yield from random
     if probe.without_gradient:
@@ -75,7 +77,10 @@ def check_single(
     if bad and not causes & {Cause.DATA_CHANGE, Cause.RANDOM_FORWARD, Cause.HIDDEN_STATE}:
         worst = max(bad, key=lambda name: bad[name])
         what = f"gradients of one process are not plain PyTorch's in {listed(list(bad))}; {worst}: {figure(bad[worst])}"
-        yield _failed("one process", Finding(Cause.ENGINE_STEP, what, next(iter(bad)), step=1, amount=bad[worst]))
+        ratio, cause = common_ratio(single.gradients, probe.gradients), Cause.ENGINE_STEP
+        if ratio is not None:
+            what, cause = f"{what}. All are {ratio:.4g} times what they should be", Cause.WRONG_SCALING
+        yield _failed("one process", Finding(cause, what, next(iter(bad)), step=1, amount=bad[worst]))
     elif not bad:
         worst, value = _worst(differences)
         yield _answer(
@@ -284,6 +289,8 @@ def _gradients(both: Compared) -> Iterator[Check]:
             + f"; {module_of(first)}, and {figure(differences.get(first, math.nan))} off {both.reference_name}"
         )
         cause = Cause.ALL_UNSYNCHRONISED if every else Cause.UNSYNCHRONISED_PARAMETER
+        if ratios := every and _factors(both):
+            cause, text = Cause.WRONG_SCALING, f"{text}. {ratios}"
         yield _failed(name, Finding(cause, text, first, unequal[first], 1, differences.get(first)))
     elif bad:
         yield _failed(name, why(both, differences, bad))
@@ -295,6 +302,18 @@ def _gradients(both: Compared) -> Iterator[Check]:
             f"up to {figure(both.gradient_limit(worst))}",
             _loosest(both.tolerance, differences, both.probe.precision),
         )
+
+
+def _factors(both: Compared) -> str:
+    """In words, if every rank holds the right gradient, times a factor of its own."""
+    held = [record["gradients"] for record in both.ranks.records]
+    ratios = [common_ratio(each, both.reference.gradients) if each else None for each in held]
+    if None in ratios:
+        return ""
+    factors = ", ".join(f"{ratio:.4g} on rank {rank}" for rank, ratio in enumerate(ratios))
+    return (
+        f"They are the right ones times a factor: {factors}. Each rank scales what was reduced by something of its own"
+    )
 
 
 def _unequal_between_ranks(digests: Sequence[dict[str, str]]) -> dict[str, int]:

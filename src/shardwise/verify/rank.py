@@ -28,13 +28,14 @@ LOOKS: dict[str, Look] = {"probe": probe, "coverage": cover}
 def rank(spec: RunSpec) -> int:
     """Called in a process of its own."""
     _compare_collectives()
-    torch.set_num_threads(spec.threads)
+    number = int(os.environ["RANK"])
+    interpreter = spec.interpreters[number] if spec.interpreters else None
+    torch.set_num_threads(interpreter.threads if interpreter else spec.threads)
     if spec.planted:
         module, _, name = spec.planted.partition(":")
         getattr(importlib.import_module(module), name)()
     switch_off_dropout()
-    number = int(os.environ["RANK"])
-    listing = spec.interpreters[number].listing if spec.interpreters else "natural"
+    listing = interpreter.listing if interpreter else "natural"
     recorder = Recorder(spec, number, LOOKS.get(spec.kind))
     with observing(recorder), listed_in(listing):
         with contextlib.suppress(Finished):

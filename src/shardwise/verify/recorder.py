@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,9 @@ class Recorder(Rehearsal):
         weights = whole(self.run.strategy.module.named_parameters())
         self._snapshot(self.run, "end")
         self.record |= {"weights": self._kept(weights), "weight_digests": digests(weights)}
+        if self.spec.evaluate_last and self.run.valid_data is not None and len(self.run.valid_data):
+            with suppress(Exception):  # what fails in it is told of the other evaluations
+                self.record["last_metrics"] = self.run.evaluate()
         self._write()
 
     def _write(self) -> None:

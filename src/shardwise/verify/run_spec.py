@@ -38,6 +38,7 @@ class Interpreter:
     """Seconds, before it makes its data."""
     order: int = 0
     """In which order the samples are read: another number, another order."""
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class RunSpec:
     """Checkpoints, for others to follow; and the gradients of every step."""
     evaluate_at: int | None = None
     """Evaluate when so many steps are made."""
+    evaluate_last: bool = False
+    """And after the last one."""
     valid_samples: int = 0
     """At most, in an evaluation."""
     interpreters: tuple[Interpreter, ...] = ()

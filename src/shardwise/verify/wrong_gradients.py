@@ -46,7 +46,7 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
     if (buffers := both.probe.buffers_in_gradient) and not both.split:
         text += f". The gradient depends on {listed(buffers)}, which every forward pass moves: on the ranks by other samples"
         return Finding(Cause.OWN_BUFFERS, text, buffers[0], step=1, amount=bad[first])
-    ratio = _common_ratio(both.run.gradients, both.reference.gradients)
+    ratio = common_ratio(both.run.gradients, both.reference.gradients)
     if ratio is not None:
         return Finding(
             Cause.WRONG_SCALING, f"{text}. All are {ratio:.6g} times what they should be", first, step=1, amount=ratio
@@ -278,7 +278,7 @@ def _distance(one: Gradients, other: Gradients) -> float:
     return float(gap) / size if size else math.inf
 
 
-def _common_ratio(one: Gradients, other: Gradients) -> float | None:
+def common_ratio(one: Gradients, other: Gradients) -> float | None:
     """The factor between the two, if it is the same for every parameter that counts."""
     flat = [torch.cat([each[name].float().flatten() for name in other if name in one]) for each in (one, other)]
     ratio = float(flat[0] @ flat[1] / (flat[1] @ flat[1]))
