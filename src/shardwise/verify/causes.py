@@ -60,7 +60,7 @@ class Cause(Enum):
     )
     HIDDEN_STATE = Text(
         "the loss depends on state in plain attributes, which no rank shares and no checkpoint has",
-        "the attributes named above: make them buffers that are the same on all ranks, or functions of the step",
+        "what is named above: make it a buffer that is the same on all ranks, or a function of the step",
     )
     WEIGHTS_BY_SAMPLES = Text(
         "a forward or backward pass changes a weight by the samples it sees: every rank changes its own otherwise",

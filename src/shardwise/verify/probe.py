@@ -135,7 +135,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     plain = _Batch(run, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
     split = plain.split_matters(ids, [part for _, _, part in pieces])
     unlike, random_data = first.read_again(ids)
-    return Probe(
+    found = Probe(
         plan=Plan(batching, window, start, clip, first.scope.used),
         precision=config.training.precision,
         samples=len(run.train_data),
@@ -145,7 +145,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         count=whole.count,
         norm=norm,
         gradients=gradients,
-        exact=plain.in_double(ids) if elements <= MOST_ELEMENTS else {},
+        exact={},
         shares=[
             Share(rank, micro, len(part), found.count, found.gradients)
             for rank, micro, part in pieces
@@ -177,6 +177,9 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         clip_said=said,
         comm_hook=config.training.ddp.comm_hook,
     )
+    if elements <= MOST_ELEMENTS:  # last: numbers of double precision may stay in what a hook or a closure keeps
+        found.exact = plain.in_double(ids)
+    return found
 
 
 def _model(run: Run) -> nn.Module:

@@ -12,7 +12,7 @@ from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.contents import first_difference
 from shardwise.verify.formatting import figure, listed, module_of
-from shardwise.verify.measure import SMALL_SHARE, apart, floor_of, gradients_apart, norm_of
+from shardwise.verify.measure import SMALL_SHARE, apart, floor_of, gradients_apart, norm_of, together
 from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
 from shardwise.verify.report import Finding
 
@@ -25,7 +25,7 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
         f"where rounding explains {figure(both.gradient_limit(first))}"
     )
     gathers = both.probe.plan.gathers
-    if both.probe.split_matters_without_batch_norm > SPLIT_MATTERS and not both.split and not gathers:
+    if _split_explains(both) and not both.split and not gathers:
         text += (
             f". In one process, splitting the same batch into the ranks' micro-batches moves the gradient by "
             f"{figure(both.probe.split_matters_without_batch_norm)}"
@@ -67,6 +67,12 @@ def why(both: Compared, differences: dict[str, float], bad: dict[str, float]) ->
     if len(bad) < len(differences):
         text += f". The other {len(differences) - len(bad)} are right; wrong are {listed(list(bad))}"
     return Finding(Cause.GRADIENTS, text, first, step=1, amount=bad[first])
+
+
+def _split_explains(both: Compared) -> bool:
+    """It is more than rounding that splitting the batch does in one process; or more than is measured, and like what is wrong."""
+    split, gap = both.probe.split_matters_without_batch_norm, together(both.run.gradients, both.reference.gradients)
+    return split > SPLIT_MATTERS or split > max(both.tolerance.whole_gradient, gap / 3)
 
 
 def _gathered(both: Compared) -> str:
@@ -279,7 +285,8 @@ def _distance(one: Gradients, other: Gradients) -> float:
 
 
 def common_ratio(one: Gradients, other: Gradients) -> float | None:
-    """The factor between the two, if it is the same for every parameter that counts."""
+    """The factor between the two, if it is the same for every parameter that counts, and all there is to their difference."""
     flat = [torch.cat([each[name].float().flatten() for name in other if name in one]) for each in (one, other)]
     ratio = float(flat[0] @ flat[1] / (flat[1] @ flat[1]))
-    return ratio if float((flat[0] - ratio * flat[1]).norm()) < 1e-3 * abs(ratio) * float(flat[1].norm()) else None
+    left = float((flat[0] - ratio * flat[1]).norm()) / float(flat[1].norm())
+    return ratio if left < min(1e-3 * abs(ratio), 0.1 * abs(ratio - 1)) else None
