@@ -47,11 +47,17 @@ def test_what_was_not_read_by_both_is_not_compared() -> None:
 
 def test_without_a_factor_that_explains_it_the_rank_does() -> None:
     other = [record(["a"]), record(["b"])]
-    finding = check_data(other, []).finding
+    finding = check_data(other, record(["a"])).finding
     assert finding is not None and (finding.cause, finding.rank) == (Cause.DATA_BY_RANK, 1)
-    finding = check_data(other, [(Cause.DATA_BY_HASH, ". With another hash seed, too")]).finding
+    finding = check_data(other, record(["a"]), [(Cause.DATA_BY_HASH, ". With another hash seed, too")]).finding
     assert finding is not None and finding.cause is Cause.DATA_BY_HASH and "hash seed" in finding.what
-    assert check_data([record(["a"]), record(["a"])], []).status == "pass"
+    assert check_data([record(["a"]), record(["a"])], record(["a"])).status == "pass"
+
+
+def test_ranks_that_agree_and_make_other_data_than_one_process_does_are_told() -> None:
+    finding = check_data([record(["b"]), record(["b"])], record(["a"])).finding
+    assert finding is not None and finding.cause is Cause.DATA_BY_RANK
+    assert finding.what.startswith("2 ranks make another training sample 0 than one process")
 
 
 @pytest.mark.parametrize("order", ["reversed", "2", "3"])

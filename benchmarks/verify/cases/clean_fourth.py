@@ -94,6 +94,7 @@ class Oscillator(nn.Module):
     "Runge-Kutta through a learned field, at times of each sample's own; two parameters of shape (); seen points count",
     ("ddp-accumulate", 2, DDP | ACCUMULATE),
     ("ddp-4", 4, DDP),
+    fsdp=False,  # it cannot shard a parameter of shape ()
     gradient_clip=50.0,
     optimizer={"lr": 0.01, "weight_decay": 0.0},
 )
@@ -194,11 +195,11 @@ class Thresholds(nn.Module):
     def __init__(self, grades: int) -> None:
         super().__init__()
         self.body = Mlp(out=1)
-        self.first = nn.Parameter(torch.tensor(-1.5))
+        self.first = nn.Parameter(torch.full((1,), -1.5))
         self.gaps = nn.Parameter(torch.full((grades - 2,), -0.3))
 
     def forward(self, x: Tensor) -> Tensor:
-        borders = torch.cat([self.first[None], self.first + self.gaps.exp().cumsum(0)])
+        borders = torch.cat([self.first, self.first + self.gaps.exp().cumsum(0)])
         return self.body(x) - borders
 
 
@@ -812,7 +813,7 @@ class Predictive(nn.Module):
         self.see = nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 12))
         self.rnn = nn.GRU(12, WIDTH, batch_first=True)
         self.guess = nn.Linear(WIDTH, 12)
-        self.sharpness = nn.Parameter(torch.tensor(1.0))
+        self.sharpness = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.see(x)

@@ -105,6 +105,8 @@ def _evaluating(model: nn.Module, parts: Parts) -> Iterator[None]:
         try:
             yield
         finally:
+            if modes[0][1]:
+                model.train()  # a model may do something when it is told, such as take merged weights apart again
             for module, training in modes:
                 module.training = training
 

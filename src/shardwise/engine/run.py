@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ class Run(Protocol):
     train_data: Any
     valid_data: Any
 
+    @property
+    def observers(self) -> Sequence[object]: ...
     @property
     def strategy(self) -> Strategy: ...
     @property

@@ -11,6 +11,8 @@ from shardwise.verify.groups import GroupResult
 from shardwise.verify.measure import Curve, Figures, Tolerance
 from shardwise.verify.probe import Probe
 
+ONE_PROCESS = "one process"
+
 
 @dataclass
 class Compared:
@@ -28,7 +30,7 @@ class Compared:
     tolerance: Tolerance
     split: bool
     """The reference computes the same micro-batches as the ranks, because splitting changes this model."""
-    reference_name: str = "one process"
+    reference_name: str = ONE_PROCESS
 
     def gradient_limit(self, name: str) -> float:
         """What rounding explains."""

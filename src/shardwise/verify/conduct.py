@@ -18,7 +18,7 @@ from shardwise.launch.group import log_file
 from shardwise.parallel.gather import accumulation_problem
 from shardwise.verify.agreement import check_agreement
 from shardwise.verify.causes import Cause
-from shardwise.verify.compared import Compared, figures_of
+from shardwise.verify.compared import ONE_PROCESS, Compared, figures_of
 from shardwise.verify.coverage import check_coverage
 from shardwise.verify.evaluation_checks import check_evaluation
 from shardwise.verify.failure_report import trouble_of
@@ -146,10 +146,10 @@ class _Proof:
         plan, self.precision = probe.plan, probe.precision
         if plan.gathers and plan.batching.accumulation > 1:
             raise ConfigError(accumulation_problem(plan.batching.accumulation))
-        ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, plan=plan, save_at=save_at, watched=True)
         valid = 0 if self.numbers_only or self.request.quick else 4 * plan.batching.global_batch + self.ranks + 1
-        one = self._spec("one process", batches="whole", plan=plan, save_at=save_at)
-        one = replace(one, valid_samples=valid, evaluate_last=valid > 0)
+        common: dict[str, Any] = {"plan": plan, "save_at": save_at, "valid_samples": valid, "evaluate_last": valid > 0}
+        ranks = self._spec(f"{self.ranks} ranks", world=self.ranks, watched=True, **common)
+        one = self._spec("one process", batches="whole", **common)
         # A loss over the whole batch has no parts that add up.
         split = one if plan.gathers else self._like(one, "split", batches="shares")
         # Batch norm must see the same samples together: they change places within a micro-batch only.
@@ -158,7 +158,7 @@ class _Proof:
         self._say(f"{self.ranks} ranks, and one process twice: {steps} steps each")
         self._run(ranks, one, again[0])
         self._must_run(one, again[0])
-        data_checks = list(self._data(data)) if data is not None else []
+        data_checks = list(self._data(data, probe)) if data is not None else []
         if not any(check.status == "FAIL" for check in data_checks):
             self._must_be_accepted(ranks)
         fine = self.results[ranks.name].fine
@@ -232,7 +232,7 @@ class _Proof:
         )
         return replace(self._spec("data", kind="data", world=self.ranks, interpreters=interpreters), shared=None)
 
-    def _data(self, data: Background) -> Iterator[Check]:
+    def _data(self, data: Background, probe: Probe) -> Iterator[Check]:
         """What each rank makes by itself; and, where they differ, what makes the difference in one process."""
         result = data.result()
         if not result.fine:
@@ -241,7 +241,7 @@ class _Proof:
         records = [record["data"] for record in result.records]
         yield check_models(records)
         if difference(records) is None:
-            yield check_data(records, [])
+            yield check_data(records, probe.data)
             return
         self._say(
             "the ranks have different data: one process with another hash seed, other orders of files and samples, a little later"
@@ -274,7 +274,7 @@ class _Proof:
             for (cause, how, _), each in zip(others, found, strict=True)
             if base.fine and each.fine and difference([base.record()["data"], each.record()["data"]])
         ]
-        yield check_data(records, causes)
+        yield check_data(records, probe.data, causes)
 
     def _step_by_step(self, probe: Probe, base: RunSpec, ranks: RunSpec) -> _Following:
         """One process goes ahead; others, and the ranks, take each of its steps from the same weights and moments."""
@@ -291,7 +291,7 @@ class _Proof:
             self._like(
                 ranks, "ranks follow", plan=plan, steps=steps, save_at=None, watched=False, follow=leader.run_folder
             ),
-            valid_samples=valid,
+            evaluate_last=False,
             evaluate_at=leader.evaluate_at,
         )
         alone = replace(self._like(base, "evaluates"), evaluate_at=3)
@@ -399,7 +399,7 @@ class _Proof:
             reference_record=theirs.record(),
             tolerance=tolerance,
             split=probe.by_batch_norm or against is not None,
-            reference_name="one process" if against is None else reference.name,
+            reference_name=ONE_PROCESS if against is None else reference.name,
         )
         checks = check_parity(compared)
         if probe.by_batch_norm and against is None:
@@ -466,7 +466,7 @@ class _Proof:
         fewer, save_at = self._fewer(), ranks.save_at or 0
         same = self._like(ranks, "resumed ranks", save_at=None, resume=True, watched=False)
         batches = "ranks" if fewer > 1 else "split"
-        other = self._like(same, f"resumed on {fewer}", world=fewer, batches=batches)
+        other = self._like(same, f"resumed on {fewer}", world=fewer, batches=batches, evaluate_last=False)
         if self.results[killed.name].killed and left_a_checkpoint(self.results[killed.name]):
             for spec in (same, other):
                 shutil.copytree(killed.run_folder, spec.run_folder)

@@ -46,7 +46,14 @@ def look_at_own(run: Run, task: Task, wait: float, order: int) -> dict[str, Any]
     time.sleep(wait)
     seed_everything(run.config.seed, Purpose.DATA)
     run.world.on_each_machine(task.prepare_data)
-    parts: dict[str, Any] = {"training": task.train_data(), "validation": task.valid_data()}
+    found = look_at(run, task, task.train_data(), task.valid_data(), order)
+    model = build_shape(lambda: build_initial_model(task, run.config.seed))
+    return {**found, "model": structure_of(model)}
+
+
+def look_at(run: Run, task: Task, train: Any, valid: Any, order: int, *, few: bool = False) -> dict[str, Any]:
+    """How many samples there are, and what is in some of them. `few`: only in some that tell."""
+    parts = {"training": train, "validation": valid}
     sizes = {name: None if data is None else len(data) for name, data in parts.items()}
     seen: dict[str, dict[int, dict[str, str]]] = {}
     for name, data in parts.items():
@@ -55,11 +62,12 @@ def look_at_own(run: Run, task: Task, wait: float, order: int) -> dict[str, Any]
         row = _spread(sizes[name] or 0)
         began = time.monotonic()
         seen[name] = _read(reader, row[:FEW], order)
+        if few:
+            continue
         each = (time.monotonic() - began) / FEW
         # Every rank reads a beginning of the same row: they are compared in what they have in common.
         seen[name] |= _read(reader, row[FEW:][: int(LONGEST / max(each, 1e-9))], order)
-    model = build_shape(lambda: build_initial_model(task, run.config.seed))
-    return {"sizes": sizes, "samples": seen, "model": structure_of(model)}
+    return {"sizes": sizes, "samples": seen}
 
 
 def _read(reader: Reader, indices: Sequence[int], order: int) -> dict[int, dict[str, str]]:
@@ -89,9 +97,14 @@ def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
     return None
 
 
-def check_data(records: Sequence[dict[str, Any]], causes: Iterable[tuple[Cause, str]]) -> Check:
-    """`causes`: found by experiments, if the ranks have different data."""
+def check_data(
+    records: Sequence[dict[str, Any]], alone: dict[str, Any], causes: Iterable[tuple[Cause, str]] = ()
+) -> Check:
+    """`alone`: of a process without other ranks. `causes`: found by experiments, if the ranks have different data."""
     found = difference(records)
+    if found is None and (unlike := difference([alone, records[0]])):
+        text = f"{len(records)} ranks make {unlike[1].replace('rank 0', 'one process')}, without other ranks beside it"
+        return failed("coverage", NAME, Finding(Cause.DATA_BY_RANK, text))
     if found is None:
         numbers = " and ".join(
             f"{len(set.intersection(*(set(each['samples'][part]) for each in records)))} of {size} {part} samples"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.verify.causes import Cause
-from shardwise.verify.compared import Compared
+from shardwise.verify.compared import ONE_PROCESS, Compared
 from shardwise.verify.formatting import figure, listed, module_of, within
 from shardwise.verify.measure import (
     NOTHING,
@@ -178,7 +178,7 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
 
 def check_parity(both: Compared) -> list[Check]:
     """Every quantity, in the order in which a training makes them."""
-    quantities = (_tied, _initial, _samples, _counts, _rates, _gradients, _norms, _losses, _weights)
+    quantities = (_tied, _initial, _samples, _counts, _settings, _rates, _gradients, _norms, _losses, _weights)
     return [check for look_at in quantities for check in look_at(both)]
 
 
@@ -250,6 +250,20 @@ def _counts(both: Compared) -> Iterator[Check]:
             )
             yield _failed("counts", Finding(Cause.LOSS_IS_NO_SUM, text, step=step))
             return
+
+
+def _settings(both: Compared) -> Iterator[Check]:
+    """A program may make its config itself. The runs of the proof have their own number of steps, so rates do not tell all."""
+    expected = both.reference_record["asked"]
+    for rank, record in enumerate(both.ranks.records if both.reference_name == ONE_PROCESS else ()):
+        for key, value in record["asked"].items():
+            if value != expected[key]:
+                text = (
+                    f"the config has training.{key}: {value} on rank {rank} of {len(both.ranks.records)}, and {expected[key]} on "
+                    "one process: another schedule"
+                )
+                yield _failed("settings", Finding(Cause.SCHEDULE, text, rank=rank))
+                return
 
 
 def _rates(both: Compared) -> Iterator[Check]:

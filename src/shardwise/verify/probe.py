@@ -33,6 +33,7 @@ from shardwise.tasks import Task
 from shardwise.verify.contents import contents_of, digests, first_difference
 from shardwise.verify.dropout import switch_off_in
 from shardwise.verify.names import canonical, tied_names
+from shardwise.verify.own_data import look_at
 from shardwise.verify.plain_state import PlainState, attributes_of
 from shardwise.verify.run_spec import Plan, RunSpec, as_asked, batching_of
 from shardwise.verify.window import Window
@@ -97,6 +98,8 @@ class Probe:
     split_matters_without_batch_norm: float
     split_matters_by_hooks: list[str]
     """Parameters whose hooks are all there is to that; none where it is something else."""
+    data: dict[str, Any]
+    """How many samples there are, and what is in some of them."""
     clip_said: str = ""
     comm_hook: str = "none"
 
@@ -174,6 +177,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         split_matters_by_hooks=plain.hooks_that_matter(ids, [part for _, _, part in pieces])
         if split > SPLIT_MATTERS
         else [],
+        data=look_at(run, run.task, run.train_data, run.valid_data, 0, few=True),
         clip_said=said,
         comm_hook=config.training.ddp.comm_hook,
     )

@@ -38,6 +38,8 @@ from shardwise.verify.window import Window
 
 WHOLE_ON_EVERY_RANK = 30_000_000
 """Elements of a model up to which every rank writes its tensors down; above, rank 0 does, and the others fingerprints."""
+_SAME_ON_ANY_RANKS = ("max_epochs", "max_steps", "optimizer", "scheduler", "lr_scaling")
+"""Keys of the block `training` that decide what is trained, however many ranks do it."""
 Look = Callable[[Run, Config, RunSpec], Any]
 """(run, config as the user wrote it, spec) → what there is to know before the first step."""
 
@@ -69,6 +71,8 @@ class Recorder(Rehearsal):
 
     def config(self, config: Config) -> Config:
         self.asked = config = in_precision(config, self.spec.precision)
+        training = config.training.model_dump(mode="json")
+        self.record["asked"] = {key: training[key] for key in _SAME_ON_ANY_RANKS}
         return config_for(config, self.spec)
 
     def task(self, run: Run, task: Task) -> tuple[Task, Data | None]:
@@ -113,7 +117,11 @@ class Recorder(Rehearsal):
 
     def before_first_batch(self, run: Run) -> None:
         weights = whole(run.strategy.module.named_parameters())  # a program may have loaded its own
-        self.record |= {"initial": digests(weights), "initial_weights": self._kept(weights)}
+        self.record |= {
+            "initial": digests(weights),
+            "initial_weights": self._kept(weights),
+            "watching": _numbers_of(run),
+        }
         if self.look is not None:
             assert self.asked is not None
             self.record[self.spec.kind] = self.look(run, self.asked, self.spec)
@@ -242,6 +250,7 @@ class Recorder(Rehearsal):
             "cursor": asdict(run.state.cursor),
             "next_lr": run.parts.schedule.rate(run.steps_done),
             "scaler": run.parts.scaler.state_dict(),
+            "watching": _numbers_of(run),
         }
 
     # ---------------------------------------------------------------- its end
@@ -277,6 +286,17 @@ def _elements(module: nn.Module) -> int:
 
 def _local_parts(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {canonical(name): local(each.detach()) for name, each in named}
+
+
+def _numbers_of(run: Run) -> dict[str, str]:
+    """What the observers of a program hold: numbers in their attributes, by name."""
+    own = [each for each in run.observers if type(each).__module__.partition(".")[0] != "shardwise"]
+    return {
+        f"{type(each).__name__}.{key}": repr(value)
+        for each in own
+        for key, value in vars(each).items()
+        if isinstance(value, int | float | None)
+    }
 
 
 def _running(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import figures_of
 from shardwise.verify.failure_report import trouble_of
+from shardwise.verify.formatting import listed
 from shardwise.verify.groups import GroupResult
 from shardwise.verify.measure import PROVES, Tolerance, apart, weights_apart
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
@@ -42,6 +44,7 @@ def check_resume(
     finding = next(_differences(undisturbed, resumed, save_at), None)
     if finding and finding.cause is Cause.RESUME and _within_rounding(undisturbed, resumed, tolerance):
         finding = replace(finding, cause=Cause.SUMS_IN_ANOTHER_ORDER)
+    finding = finding or _evaluates_otherwise(undisturbed, resumed)
     if finding:
         return [_failed(SAME, finding)]
     world, steps = undisturbed.spec.world, undisturbed.record()["snapshots"]["end"]["steps_done"]
@@ -50,6 +53,19 @@ def check_resume(
         f"{steps}: losses, learning rates, weights and optimizer state are bit for bit those of the undisturbed run"
     )
     return [_passed(SAME, text)]
+
+
+def _evaluates_otherwise(undisturbed: GroupResult, resumed: GroupResult) -> Finding | None:
+    """With the same weights, after the last step."""
+    before, after = (group.record().get("last_metrics") or {} for group in (undisturbed, resumed))
+    for name, expected in before.items():
+        if gap := apart(after.get(name, math.nan), expected):
+            text = (
+                f"after the last step {name} is {after.get(name)!r}, and was {expected!r} undisturbed, on the same weights: what "
+                "is evaluated follows from something that no checkpoint carries, such as an average in an attribute"
+            )
+            return Finding(Cause.RESUME, text, amount=gap)
+    return None
 
 
 def check_program(program: Path, undisturbed: GroupResult, resumed: GroupResult | None) -> Iterator[Check]:
@@ -73,6 +89,22 @@ def check_program(program: Path, undisturbed: GroupResult, resumed: GroupResult 
         else:
             text = f"started again beside a whole checkpoint, {program} began anew; verify has resumed for it"
             yield _failed("its own resume", Finding(Cause.NEVER_RESUMES, text))
+        yield from _not_brought_back(undisturbed, resumed)
+
+
+def _not_brought_back(undisturbed: GroupResult, resumed: GroupResult) -> Iterator[Check]:
+    """Numbers in the program's observers that had moved when it saved, and begin anew after a resume."""
+    at = f"step {_resumed_at(resumed)}"
+    began, saved = undisturbed.record()["watching"], undisturbed.record()["snapshots"].get(at, {}).get("watching", {})
+    after = resumed.record()["snapshots"]["begins"]["watching"]
+    lost = [name for name, value in saved.items() if value != began.get(name) and value != after.get(name)]
+    if lost:
+        text = f"{listed(lost)} had moved when the program saved, and a resume begins with the first value"
+        why = (
+            "Nothing followed from it in these steps. If something does later, a resumed run is another one: keep such a number "
+            "in a buffer of the model, or make it follow from run.steps_done. If nothing does, nothing is wrong"
+        )
+        yield unproved("resume", "its own state", text, why)
 
 
 def _calls_save(program: Path) -> bool:
