@@ -242,7 +242,7 @@ CONTRADICTIONS = {
     "training: {num_gpus: 3, num_nodes: 2}": (
         "line 2: training: num_gpus is the total over all machines: 3 cannot be spread evenly over num_nodes: 2"
     ),
-    "data: {source: local}": "line 2: data: source: local needs paths, a list of JSONL files",
+    "data: {source: local}": "line 2: data: source: local needs paths, a list of JSONL or PGN files",
     "data: {source: hub}": "line 2: data: source: hub needs dataset, the name of a Hugging Face data set or a folder",
     "model: {hidden_dim: 10, num_heads: 4}": "line 2: model: num_heads: 4 must divide hidden_dim: 10",
 }
@@ -471,6 +471,14 @@ def test_a_class_that_is_not_there_is_answered_with_those_that_are(
     sys.modules.pop("my_task_b")
     (tmp_path / "my_task_c.py").write_text("")
     assert complaint("task: my_task_c:Mine").endswith("my_task_c has no class 'Mine'. It has: none")
+
+
+def test_an_attribute_in_the_place_of_a_method_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_task_x.py").write_text("from shardwise import Task\nclass Mine(Task):\n    labels = 6\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "Mine.labels is 6, but labels() is a method of every task" in complaint("task: my_task_x:Mine")
 
 
 def test_the_task_own_has_a_config_but_no_class() -> None:

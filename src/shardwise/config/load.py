@@ -159,7 +159,20 @@ def _import_task_class(task: Any, where: str) -> type:
         raise ConfigError(
             f"{where}: task: {task}: {module_name} has no class {class_name!r}. It has: {', '.join(names) or 'none'}"
         )
+    _refuse_hidden_methods(task_class, f"{where}: task: {task}")
     return task_class
+
+
+def _refuse_hidden_methods(task_class: type, where: str) -> None:
+    """`labels = 6` in a task would be called where a method is expected."""
+    base = next((kind for kind in task_class.__mro__ if kind.__module__ == "shardwise.tasks.base"), None)
+    for name, method in vars(base).items() if base else ():
+        value = getattr(task_class, name)
+        if not name.startswith("_") and callable(method) and not callable(value):
+            raise ConfigError(
+                f"{where}: {task_class.__name__}.{name} is {value!r:.60}, but {name}() is a method of every task, which shardwise "
+                "calls. Give the attribute another name"
+            )
 
 
 def _unknown_task(task: Any, where: str) -> ConfigError:
