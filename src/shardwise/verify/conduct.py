@@ -78,6 +78,11 @@ _LEFT_OUT = [
 ]
 
 
+def _other_batch_norm(probe: Probe) -> bool:
+    """On the ranks, batch norm sees other samples than the loss does: no process alone computes the same."""
+    return probe.plan.gathers and probe.batch_norm
+
+
 @dataclass(frozen=True)
 class _Following:
     """Runs that take every step from the same weights and moments."""
@@ -141,7 +146,8 @@ class _Proof:
         steps, against = self.request.steps, self.request.against
         probe = self._probe()
         # Late: what a program switches on in an early step must be on after the resume as well. And in the middle of an epoch.
-        save_at, kill_at = steps - 2, steps - 1
+        # A program saves by itself, so that this is only for one that does not, and not where it is likely to do so.
+        save_at, kill_at = steps - 2 if self.request.target.config else max(1, steps - 4), steps - 1
 
         plan, self.precision = probe.plan, probe.precision
         if plan.gathers and plan.batching.accumulation > 1:
@@ -187,7 +193,7 @@ class _Proof:
         others = [self.results[spec.name].record() for spec in (split, *again)]
         report.checks += check_single(probe, single, record, others, tolerance)
         report.checks += self._parity(probe, ranks, other or base, tolerance)
-        if following is not None:
+        if following is not None and not _other_batch_norm(probe):
             known = next((check.finding for check in report.checks if check.name == FIRST_GRADIENTS), None)
             report.checks += self._steps(probe, following, known)
         report.checks += data_checks
@@ -384,7 +390,7 @@ class _Proof:
             if not result.fine:
                 finding = trouble_of(result, trains_alone=not probe.without_gradient)
                 return [failed("parity", result.spec.name, finding)]
-        if probe.plan.gathers and probe.batch_norm and against is None:
+        if _other_batch_norm(probe) and against is None:
             text = "batch norm sees a rank's own samples, and the loss those of all ranks: one process cannot compute the same"
             why = (
                 "Put another norm in its place to verify the rest; on GPUs the ranks share the statistics of batch norm"
@@ -478,7 +484,7 @@ class _Proof:
             checks += check_program(self.request.target.path, undisturbed, resumed)
         if other.name in self.results and self.ranks > 1 and all(check.status != "FAIL" for check in checks):
             elsewhere = self.results[other.name]
-            apart = probe.by_batch_norm or (probe.plan.gathers and probe.batch_norm)  # batch norm sees others there
+            apart = probe.by_batch_norm or _other_batch_norm(probe)  # it sees others there
             steady = self.from_the_same
             checks.append(
                 check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart, from_the_same=steady)

@@ -94,7 +94,7 @@ def check_single(
 def _history(probe: Probe) -> Check | None:
     """A gradient that is another after other batches, on the same weights and samples and with the same seeds."""
     history = probe.history
-    if history.matters <= RANDOM:
+    if history.matters <= RANDOM or probe.random_data > RANDOM:  # data that are others each time explain it
         return None
     moves = f"after other batches the same batch has a gradient that is {figure(history.matters)} off"
     if history.by_chance and not history.changed:
@@ -162,7 +162,9 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
     elif probe.random_forward <= RANDOM and loud:
         text = f"the same samples in another order give gradients that are {figure(noise.largest_noise)} apart in one process"
         cause = Cause.ORDER_MATTERS
-        if probe.split_matters_without_batch_norm > SPLIT_MATTERS:
+        if probe.drawn:
+            text += "; with another seed they are other ones: something is drawn when they are put together"
+        elif probe.split_matters_without_batch_norm > SPLIT_MATTERS:
             cause = Cause.LOSS_IS_NO_SUM
             text += f"; split into the ranks' micro-batches, {figure(probe.split_matters_without_batch_norm)}"
         yield _failed("order in a batch", Finding(cause, text, amount=noise.largest_noise))

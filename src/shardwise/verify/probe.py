@@ -90,6 +90,8 @@ class Probe:
     """How far the gradient moves when the batch is read again."""
     random_forward: float
     """How far the gradient moves when nothing but the seed is changed, on a batch that is read once."""
+    drawn: bool
+    """The same samples are others with another seed: something in reading them is drawn."""
     history: History
     buffers_in_gradient: list[str]
     """Buffers that a training forward changes and that the gradient depends on."""
@@ -168,6 +170,7 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         unlike=unlike,
         random_data=random_data,
         random_forward=first.randomness(ids),
+        drawn=first.drawn(ids),
         history=history,
         buffers_in_gradient=plain.buffers_in_gradient(ids, plain.moving_buffers(ids)),
         split_matters=split,
@@ -307,6 +310,10 @@ class _Batch:
             if found := first_difference(contents_of(self.read(alone)), contents_of(self.read(alone))):
                 return f"sample {index}: {found}", gap
         return f"the batch of samples {ids[0]}, {ids[-1]} and others, though each alone is the same: {place}", gap
+
+    def drawn(self, ids: Indices) -> bool:
+        seeded = Reader(self.run.train_data, self.task.collate, self.task.count, self.run.config.seed + 1)
+        return contents_of(seeded.micro_batch(ids)) != contents_of(self.reader.micro_batch(ids))
 
     def randomness(self, ids: Indices) -> float:
         inputs = self.read(ids)
