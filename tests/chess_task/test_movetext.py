@@ -5,7 +5,8 @@ from __future__ import annotations
 import chess
 import pytest
 
-from shardwise.tasks.chess.movetext import NotAGame, first_move_of, plies, read_game, read_games, read_move
+from shardwise.tasks.chess.movetext import NotAGame, plies, read_game, read_games
+from shardwise.tasks.chess.moveword import first_move_of, read_move
 
 OPENING = ["e2e4", "e7e5", "g1f3", "b8c6"]
 

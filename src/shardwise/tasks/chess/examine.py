@@ -20,7 +20,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from shardwise.tasks.chess.movetext import CASTLES, UCI, Game, NotAGame, castled, read_games, several
+from shardwise.tasks.chess.movetext import Game, NotAGame, read_games, several
+from shardwise.tasks.chess.moveword import CASTLES, UCI, castled
 
 AT_ONCE = 128
 """Texts that are handed over together: a few tenths of a second of work."""

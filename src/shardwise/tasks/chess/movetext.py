@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import chess
 
+from shardwise.tasks.chess.moveword import ALONE, NUMBER, PLAIN, RESULTS, UCI, move_of, spelled
+
 
 @dataclass(frozen=True)
 class Start:
@@ -109,20 +111,6 @@ def several(text: str, games: list[Game]) -> str:
     )
 
 
-def read_move(board: chess.Board, word: str) -> chess.Move | None:
-    """The legal move that a word says, in UCI or SAN; None if it says none."""
-    return _read(board, spelled(word))
-
-
-def first_move_of(text: str) -> str:
-    """The first word of a continuation that could be a move."""
-    for found in re.finditer(r"\S+", text):
-        word = _NUMBER.sub("", found.group())
-        if word and word not in _RESULTS:
-            return word
-    return ""
-
-
 _TOKEN = re.compile(
     r"""(?P<rest> (?: (?m:^) % | (?: \A | (?<=\s) ) ; ) [^\n]* \n )
       | (?P<comment> \{ [^}]* (?P<closed> \} )? )
@@ -133,23 +121,6 @@ _TOKEN = re.compile(
       | (?P<stray> \} )""",
     re.VERBOSE,
 )
-_NUMBER = re.compile(r"^(\d+)(\.+|…)|^(\d+)$|^(\.+|…)(?!\d)")
-_SUFFIX = re.compile(r"(\$\d+|[!?‼⁇⁈⁉]+|e\.?p\.?)$")
-# Not in mixed case: B4c3 is a bishop's move in SAN.
-UCI = re.compile(r"(?:([a-h][1-8])[-x]?([a-h][1-8])|([A-H][1-8])[-X]?([A-H][1-8]))(?:=?([qrbnQRBN]))?$")
-_PLAIN = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?$")
-CASTLES = re.compile(r"[oO0]-?[oO0](-?[oO0])?(?![\w-])")
-_ALONE = re.compile(r"\$\d+|[!?]+|=|±|∓|⩲|⩱|∞|□|⌓|\+-|-\+|\+/-|-/\+|\+=|=\+|\+/=|=/\+|-\+-|--\+|\+--")
-"""What stands for itself between moves and is none: assessments."""
-_FIGURINES = str.maketrans(
-    {**dict(zip("♔♚♕♛♖♜♗♝♘♞", "KKQQRRBBNN", strict=True)), **dict.fromkeys("♙♟\ufe0e\ufe0f", "")}
-)
-_RESULTS = {
-    "*": "",
-    **dict.fromkeys(("1-0", "1–0"), "1-0"),
-    **dict.fromkeys(("0-1", "0–1"), "0-1"),
-    **dict.fromkeys(("1/2-1/2", "1/2–1/2", "1/2", "½-½", "½–½", "½"), "1/2-1/2"),
-}
 _RAW_FEN = re.compile(r"\s*(?:fen:?\s*)?((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+(?:\s+[wb]\s+\S+\s+\S+"
                       r"(?:\s+\d+\s+\d+(?!\S))?)?)", re.IGNORECASE)  # fmt: skip
 _USUAL_RULES = {"", "standard", "chess", "normal", "from position", "fromposition", "?", "-"}
@@ -157,35 +128,6 @@ _CHESS960 = {"chess960", "chess 960", "fischerandom", "fischer random", "fischer
 _NUMBERINGS = ("position", "one", "half-moves")
 FEWEST = 4
 """So many half-moves that are legal from the start again show that another game was joined on. Fewer may be chance."""
-
-
-def spelled(word: str) -> str:
-    """A word as a move is written, without signs of assessment, letters for figurines, and castling in one way."""
-    word = word.translate(_FIGURINES)
-    while len(shorter := _SUFFIX.sub("", word)) < len(word):
-        word = shorter
-    if castles := CASTLES.match(word):
-        word = castled(castles) + word[castles.end() :]
-    if word.startswith("P") and len(word) > 2:
-        word = word[1:]
-    return word[:-1] if word.endswith("++") else word
-
-
-def castled(word: re.Match[str]) -> str:
-    return "O-O-O" if word[1] else "O-O"
-
-
-def _read(board: chess.Board, word: str, plain: bool = False) -> chess.Move | None:
-    """`plain`: known to be in UCI as it is."""
-    try:
-        if plain:
-            return board.parse_uci(word)
-        if uci := UCI.match(word):
-            return board.parse_uci("".join(part or "" for part in uci.groups()).lower())
-        # python-chess takes "--" for a move that passes, which chess does not have.
-        return board.parse_san(word) or None
-    except ValueError:
-        return None
 
 
 class _Reading:
@@ -240,12 +182,12 @@ class _Reading:
     def _word(self, word: str, place: int) -> Iterator[Game]:
         """Yields the game before it, if it is the first of another."""
         end = place + len(word)
-        if word in _RESULTS:
-            self._result(_RESULTS[word], place)
+        if word in RESULTS:
+            self._result(RESULTS[word], place)
             return
-        if not word[0].isalpha() and _ALONE.fullmatch(word):
+        if not word[0].isalpha() and ALONE.fullmatch(word):
             return
-        while not word[:1].isalpha() and (number := _NUMBER.match(word)):
+        while not word[:1].isalpha() and (number := NUMBER.match(word)):
             dots = number[2] or number[4] or "."
             value = number[1] or number[3]
             if (
@@ -257,15 +199,15 @@ class _Reading:
             if value:
                 self._number(int(value[:9]), black=len(dots) > 1 or dots == "…", place=place)
             word = word[number.end() :]
-        form = word if (plain := _PLAIN.match(word) is not None) else spelled(word)
+        form = word if (plain := PLAIN.match(word) is not None) else spelled(word)
         if not form:
             return
         if self.over and self.game.plies:
             yield self._ended(place)
-        move = _read(self._position(place), form, plain)
+        move = move_of(self._position(place), form, plain)
         if move is None:
             yield self._doubtful(word, place)
-            move = _read(self._position(place), form, plain)
+            move = move_of(self._position(place), form, plain)
         if move is None:
             raise self.doubt or _illegal(word, 0, place)
         self._play(move, form, end - len(word), end)

@@ -1,0 +1,72 @@
+"""One word of a game's text: the move, the number or the result that it says.
+
+Imports nothing heavy: the processes that help to check games import this.
+"""
+
+from __future__ import annotations
+
+import re
+
+import chess
+
+
+def read_move(board: chess.Board, word: str) -> chess.Move | None:
+    """The legal move that a word says, in UCI or SAN; None if it says none."""
+    return move_of(board, spelled(word))
+
+
+def first_move_of(text: str) -> str:
+    """The first word of a continuation that could be a move."""
+    for found in re.finditer(r"\S+", text):
+        word = NUMBER.sub("", found.group())
+        if word and word not in RESULTS:
+            return word
+    return ""
+
+
+NUMBER = re.compile(r"^(\d+)(\.+|…)|^(\d+)$|^(\.+|…)(?!\d)")
+_SUFFIX = re.compile(r"(\$\d+|[!?‼⁇⁈⁉]+|e\.?p\.?)$")
+# Not in mixed case: B4c3 is a bishop's move in SAN.
+UCI = re.compile(r"(?:([a-h][1-8])[-x]?([a-h][1-8])|([A-H][1-8])[-X]?([A-H][1-8]))(?:=?([qrbnQRBN]))?$")
+PLAIN = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?$")
+CASTLES = re.compile(r"[oO0]-?[oO0](-?[oO0])?(?![\w-])")
+ALONE = re.compile(r"\$\d+|[!?]+|=|±|∓|⩲|⩱|∞|□|⌓|\+-|-\+|\+/-|-/\+|\+=|=\+|\+/=|=/\+|-\+-|--\+|\+--")
+"""What stands for itself between moves and is none: assessments."""
+_FIGURINES = str.maketrans(
+    {**dict(zip("♔♚♕♛♖♜♗♝♘♞", "KKQQRRBBNN", strict=True)), **dict.fromkeys("♙♟\ufe0e\ufe0f", "")}
+)
+RESULTS = {
+    "*": "",
+    **dict.fromkeys(("1-0", "1–0"), "1-0"),
+    **dict.fromkeys(("0-1", "0–1"), "0-1"),
+    **dict.fromkeys(("1/2-1/2", "1/2–1/2", "1/2", "½-½", "½–½", "½"), "1/2-1/2"),
+}
+
+
+def spelled(word: str) -> str:
+    """A word as a move is written, without signs of assessment, letters for figurines, and castling in one way."""
+    word = word.translate(_FIGURINES)
+    while len(shorter := _SUFFIX.sub("", word)) < len(word):
+        word = shorter
+    if castles := CASTLES.match(word):
+        word = castled(castles) + word[castles.end() :]
+    if word.startswith("P") and len(word) > 2:
+        word = word[1:]
+    return word[:-1] if word.endswith("++") else word
+
+
+def castled(word: re.Match[str]) -> str:
+    return "O-O-O" if word[1] else "O-O"
+
+
+def move_of(board: chess.Board, word: str, plain: bool = False) -> chess.Move | None:
+    """`plain`: known to be in UCI as it is."""
+    try:
+        if plain:
+            return board.parse_uci(word)
+        if uci := UCI.match(word):
+            return board.parse_uci("".join(part or "" for part in uci.groups()).lower())
+        # python-chess takes "--" for a move that passes, which chess does not have.
+        return board.parse_san(word) or None
+    except ValueError:
+        return None
