@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
 
+import chess
 import pyarrow
 import pytest
 
@@ -113,6 +115,50 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
 def test_a_line_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(tmp_path / "bad.jsonl", json_lines(*GAMES) + content)
+
+
+def test_a_list_of_games_is_not_taken_for_one_game(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for games in (["e2e4 e7e5", "d2d4 d7d5"], ["e2e4", "e7e5 g1f3"], ["e4 e5 1-0", "d4 d5 0-1"]):
+        with pytest.raises(
+            DataError, match=r"line 4: 'text' is a list of games \('e.* has several moves\): write each game on a line"
+        ):
+            read(file, json_lines(*GAMES, games), illegal_games="skip")
+    with pytest.raises(DataError, match="there are 2 games in one text"):
+        read(file, json_lines(["1. e4 e5 2. Nf3", "1. d4 d5 2. c4"]))
+    one_game = [
+        ["e2e4", "e7e5", "1-0"],
+        ["1.", "e4", "e5", "2.", "Nf3"],
+        ["1. e4 e5", "2. Nf3 Nc6"],
+        ['[Event "by lines"]', "1. e4 e5 2. Nf3", "Nc6 3. Bb5"],
+        ["e4 {better than d4 or c4}", "e5 (c5 Nf3 d6)"],
+        ["4k3/8/8/8/8/8/8/R3K2R w KQ e3", "O-O"],
+        ["e2e4 e7e5"],
+    ]
+    assert len(read(file, json_lines(*one_game))[0]) == len(one_game)
+
+
+def test_two_positions_to_start_from_are_an_error_unless_they_are_the_same(tmp_path: Path) -> None:
+    file, fen = tmp_path / "a.jsonl", "4k3/8/8/8/8/8/8/R3K2R w KQ - 0 1"
+
+    def line(text: str, start: str) -> bytes:
+        return json.dumps({"text": text, "fen": start}).encode() + b"\n"
+
+    for text in (f'[FEN "{fen}"] 1. O-O Ke7', f'[White "a"]\n[FEN "{fen}"]\n\n1. O-O', f"{fen} 1. O-O"):
+        with pytest.raises(
+            DataError, match=r"line 2: 'text' says that the game starts from '4k3/.*, and 'fen' from 'rnbq"
+        ):
+            read(file, line("e2e4", "") + line(text, chess.STARTING_FEN), fen_column="fen", illegal_games="skip")
+        assert read(file, line(text, fen.removesuffix(" 0 1")), fen_column="fen")[0] == [text]
+    with pytest.raises(
+        DataError, match="line 1: 'fen' is float 'nan': a position in FEN is expected, as a text, or null"
+    ):
+        read(file, b'{"text": "e2e4", "fen": NaN}', fen_column="fen")
+    twice = f'[FEN "{fen}"] [FEN "{{}}"] 1. O-O'
+    with pytest.raises(DataError, match="line 1: a second position to start from follows the first: 'rnbq"):
+        read(file, json_lines(twice.format(chess.STARTING_FEN)))
+    for again in (fen, ""):
+        assert read(file, json_lines(twice.format(again)), uci=True)[0] == [f'[FEN "{fen}"]\ne1g1']
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 from shardwise.errors import DataError, MissingExtra
 from shardwise.tasks.chess.examine import Text
+from shardwise.tasks.chess.movetext import has_several_moves, same_position, stated_fen
+from shardwise.tasks.chess.moveword import quoted
 
 LONGEST_LINE = 2**26
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh", "xz": b"\xfd7zXZ\0"}
@@ -100,7 +102,7 @@ class GamesFile:
         if not isinstance(record, dict) or self.column not in record:
             found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
             raise DataError(f"{where}: no text under {self.column!r} (found: {found}); data.text_column names the key")
-        return text_of(record[self.column], self._fen_of(record, where), f"{where}: {self.column!r}")
+        return text_of(record[self.column], self._fen_of(record, where), where, self.column, self.fen_column)
 
     def _fen_of(self, record: dict[str, Any], where: str) -> Any:
         if self.fen_column is None:
@@ -149,15 +151,34 @@ class GamesFile:
             yield Text(began, "".join(lines), problem)
 
 
-def text_of(value: Any, fen: Any, what: str) -> str:
-    """A cell of a table as text: a list of moves is one, too. `what` names it, for messages."""
+def text_of(value: Any, fen: Any, where: str, column: str, fen_column: str | None) -> str:
+    """Two cells of a table as one text: a list of moves is a text, too. `where` names their row, for messages."""
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        _check_one_game(value, f"{where}: {column!r}")
         value = " ".join(value)
     if not isinstance(value, str):
-        raise DataError(f"{what} is {_short(value)}: a text is expected, or a list of moves")
+        raise DataError(f"{where}: {column!r} is {_short(value)}: a text is expected, or a list of moves")
     if fen is not None and not isinstance(fen, str):
-        raise DataError(f"{what}: its position is {_short(fen)}: a text in FEN is expected")
-    return f'[FEN "{fen.strip()}"]\n{value}' if fen and value.strip() else value
+        raise DataError(f"{where}: {fen_column!r} is {_short(fen)}: a position in FEN is expected, as a text, or null")
+    if not fen or not fen.strip() or not value.strip():
+        return value
+    if (said := stated_fen(value)) is None:
+        return f'[FEN "{fen.strip()}"]\n{value}'
+    if not same_position(said, fen):
+        raise DataError(
+            f"{where}: {column!r} says that the game starts from {quoted(said)}, and {fen_column!r} from {quoted(fen)}: "
+            "correct one of the two"
+        )
+    return value
+
+
+def _check_one_game(words: list[str], what: str) -> None:
+    """Lines of one game may be a list: its numbers show that they belong together. Without them, nothing does."""
+    if len(words) > 1 and (game := next((word for word in words if has_several_moves(word)), None)) is not None:
+        raise DataError(
+            f"{what} is a list of games ({quoted(game)} has several moves): write each game on a line of its own; a list may "
+            "hold the moves of one game"
+        )
 
 
 def _hint(line: str) -> str:

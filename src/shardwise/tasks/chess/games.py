@@ -115,8 +115,8 @@ class _Rows:
         for part in self.dataset.select_columns(columns).iter(batch_size=1000):
             fens = part[self.fen_column] if self.fen_column else [None] * len(part[self.column])
             for value, fen in zip(part[self.column], fens, strict=True):
-                where = f"{self.name}, row {self._read}: {self.column!r}"
-                yield Text(self._read, text_of(value, fen, where))
+                where = f"{self.name}, row {self._read}"
+                yield Text(self._read, text_of(value, fen, where, self.column, self.fen_column))
                 self._read += 1
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import chess
 
-from shardwise.tasks.chess.moveword import ALONE, NUMBER, PLAIN, RESULTS, UCI, move_of, spelled
+from shardwise.tasks.chess.moveword import ALONE, NUMBER, PLAIN, RESULTS, UCI, is_a_move, move_of, quoted, spelled
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,37 @@ def read_games(text: str) -> list[Game]:
     return list(_Reading(text).games())
 
 
+def stated_fen(text: str) -> str | None:
+    """The position that a text says before its first move; None: it says none."""
+    if raw := _RAW_FEN.match(text):
+        return raw[1]
+    for token in _TOKEN.finditer(text):
+        if (token["name"] or token["name2"]) == "FEN":
+            return (token["value"] or token["value2"] or "").strip() or None
+        if token["word"]:
+            break
+    return None
+
+
+def same_position(one: str, other: str) -> bool:
+    """Whether two FENs are the same but for the numbers of moves, which may be left out."""
+    try:
+        return chess.Board(one, chess960=True).epd() == chess.Board(other, chess960=True).epd()
+    except ValueError:
+        return one.split() == other.split()
+
+
+def has_several_moves(text: str) -> bool:
+    """Whether the main line of a text has two moves or more, and no number that says which."""
+    if len(text.split()) < 2:
+        return False
+    words, depth = [], 0
+    for token in _TOKEN.finditer(text):
+        depth += {"(": 1, ")": -1}.get(token["paren"], 0)
+        words += [token["word"]] if token["word"] and not depth else []
+    return sum(map(is_a_move, words)) > 1 and not any(map(NUMBER.match, words))
+
+
 def several(text: str, games: list[Game]) -> str:
     """That a text holds more than one game, in words."""
     second = games[1].plies[0]
@@ -170,6 +201,10 @@ class _Reading:
                 continue
             elif token["tag"]:
                 name, value = (token["name"], token["value"]) if token["name"] else (token["name2"], token["value2"])
+                if name == "FEN" and name in self.tags and not (self.game.plies or self.game.result):
+                    if value.strip() and not same_position(self.tags[name], value):
+                        raise NotAGame(f"a second position to start from follows the first: {quoted(value)}", place)
+                    continue
                 if self.game.plies or self.game.result or name in self.tags:
                     yield self._ended(place)
                 self.tags[name] = value

@@ -24,6 +24,18 @@ def first_move_of(text: str) -> str:
     return ""
 
 
+def is_a_move(word: str) -> bool:
+    """Whether a word has the form of a move, on whatever board."""
+    form = spelled(word)
+    return UCI.match(form) is not None or CASTLES.match(form) is not None or chess.SAN_REGEX.match(form) is not None
+
+
+def quoted(text: str) -> str:
+    """For messages: what was written may be as long as the file."""
+    return repr(text if len(text) <= QUOTED else f"{text[: QUOTED - 1]}…")
+
+
+QUOTED = 80
 NUMBER = re.compile(r"^(\d+)(\.+|…)|^(\d+)$|^(\.+|…)(?!\d)")
 _SUFFIX = re.compile(r"(\$\d+|[!?‼⁇⁈⁉]+|e\.?p\.?)$")
 # Not in mixed case: B4c3 is a bishop's move in SAN.
