@@ -11,20 +11,20 @@ import io
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.errors import DataError, MissingExtra
+from shardwise.data.file_kinds import foreign_kind
+from shardwise.errors import DataError, MissingExtra, one_line
 from shardwise.tasks.chess.examine import Text
 from shardwise.tasks.chess.movetext import has_several_moves, same_position, stated_fen
-from shardwise.tasks.chess.moveword import quoted
+from shardwise.tasks.chess.moveword import QUOTED, quoted
 
 LONGEST_LINE = 2**26
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh", "xz": b"\xfd7zXZ\0"}
-_OTHER = {b"PK\x03\x04": "a zip archive", b"PAR1": "a Parquet file", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
-          b"7z\xbc\xaf": "a 7z archive", b"ARROW1": "an Arrow file", b"\x89HDF": "an HDF5 file"}  # fmt: skip
 _SKIPPABLE = {bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)}
 """A zstd file may begin with a frame that holds no data, as those do that are written in parallel."""
 _BOM = b"\xef\xbb\xbf"
@@ -39,6 +39,14 @@ class GamesFile:
             inside = ", ".join(sorted(each.name for each in path.iterdir())[:3])
             raise DataError(
                 f"{key}: {path} is a folder: name the files themselves{f' ({inside}, …)' if inside else ''}"
+            )
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"{key}: {path} is a link to {path.readlink()}, and that is not there: name the file itself"
+            )
+        if path.exists() and not path.is_file():
+            raise DataError(
+                f"{key}: {path} is a pipe or a device, not a file: write what comes from it to a file first"
             )
         if not path.is_file():
             pattern = ". Patterns are not filled in: name each file" if re.search(r"[*?\[]", str(path)) else ""
@@ -62,10 +70,12 @@ class GamesFile:
                 self._raw = raw
                 stream = io.BufferedReader(_Unpacked(self.path, raw), 2**20)
                 head = stream.peek(2**16)[: 2**16]
-                if kind := next((kind for magic, kind in _OTHER.items() if head.startswith(magic)), None):
-                    raise DataError(f"{self.path} is {kind}: JSON lines and PGN are read, as text in UTF-8 or compressed "
+                if kind := foreign_kind(self.path, head):
+                    raise DataError(f"{self.path} is {kind}. JSON lines and PGN are read, as text in UTF-8, also compressed "
                                     "(gz, zst, bz2, xz)")  # fmt: skip
                 self.is_pgn = _is_pgn(self.path, head)
+                if self.is_pgn and _JSON.match(head.removeprefix(_BOM)):
+                    raise DataError(f"{self.path}: its lines are JSON, not PGN: give the file a name with .jsonl")
                 yield from self._pgn(stream) if self.is_pgn else self._json_lines(stream)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
@@ -99,18 +109,22 @@ class GamesFile:
             if sum(key == self.column for key, _ in record) > 1:
                 raise DataError(f"{where}: the key {self.column!r} stands there twice")
             record = dict(record)
-        if not isinstance(record, dict) or self.column not in record:
-            found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"{where}: no text under {self.column!r} (found: {found}); data.text_column names the key")
+        if not isinstance(record, dict):
+            # A list of single words is the moves of one game.
+            games = isinstance(record, list) and any(not isinstance(each, str) or " " in each for each in record)
+            hint = _hint(line.strip()) if games and first else ""
+            raise DataError(f"{where}: no object, but of type {type(record).__name__}; {shape}{hint}")
+        if self.column not in record:
+            raise DataError(
+                f"{where}: no text under {self.column!r} (found: {_keys(record)}); data.text_column names the key"
+            )
         return text_of(record[self.column], self._fen_of(record, where), where, self.column, self.fen_column)
 
     def _fen_of(self, record: dict[str, Any], where: str) -> Any:
         if self.fen_column is None:
             return None
         if self.fen_column not in record:
-            raise DataError(
-                f"{where}: no key {self.fen_column!r} (found: {', '.join(record)}); data.fen_column names it"
-            )
+            raise DataError(f"{where}: no key {self.fen_column!r} (found: {_keys(record)}); data.fen_column names it")
         return record[self.fen_column]
 
     # ---------------------------------------------------------------- PGN
@@ -148,7 +162,8 @@ class GamesFile:
             problem = (
                 "the file ends before the result of this game, and all others have one: it is cut off" if cut else ""
             )
-            yield Text(began, "".join(lines), problem)
+            # The line end is there for a comment that begins with ; and is the last of the file.
+            yield Text(began, "".join(lines) + "\n", problem)
 
 
 def text_of(value: Any, fen: Any, where: str, column: str, fen_column: str | None) -> str:
@@ -185,8 +200,12 @@ def _hint(line: str) -> str:
     if _TAG.match(line):
         return ". This looks like PGN: give the file a name with .pgn"
     if line.startswith("["):
-        return ". This looks like one JSON array over many lines: write each game on a line of its own"
+        return ". This looks like one JSON array: write each game on a line of its own"
     return "" if line.startswith("{") else ". Games of PGN are read from files named .pgn"
+
+
+def _keys(record: dict[str, Any]) -> str:
+    return one_line(", ".join(record), QUOTED)
 
 
 def _short(value: Any) -> str:
@@ -201,6 +220,8 @@ class _Pairs(list[tuple[str, Any]]):
 
 _TAG = re.compile(r'\[\s*([A-Za-z]\w*)\s+".*"\s*\]$')
 _EVENT = re.compile(r'\[\s*(Event|Site|Date|Round|White|Black|Result|FEN|SetUp|Variant)\s+"')
+_JSON = re.compile(rb'\s*(\{\s*"[^"]*"\s*:|\[\s*[\[{"])')
+"""How lines of JSON begin, and no PGN: neither a comment in braces nor a tag."""
 _ENDS = re.compile(r"(^|[\s)}])(1-0|0-1|1/2-1/2|1/2|½-½|\*)$")
 
 
@@ -268,6 +289,12 @@ class _Unpacked(io.RawIOBase):
         return len(content)
 
     def _damaged(self, error: Exception) -> DataError:
+        if "too much memory" in str(error):  # zstd's own words, seen with pyarrow 26: more than 128 MiB are not taken
+            file, again = (shlex.quote(str(each)) for each in (self.path, self.path.with_name(f"new-{self.path.name}")))
+            return DataError(
+                f"{self.path} was compressed with a long window (zstd --long), which is not read. Compress it again: "
+                f"zstd -dc --long=31 {file} | zstd -o {again}"
+            )
         return DataError(f"{self.path} is damaged or cut off ({str(error) or type(error).__name__}): copy it again")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,12 +75,14 @@ def random_game(seed: int, index: int, max_plies: int) -> str:
 
 
 def _local(options: ChessData, key: str) -> list[Source]:
+    if address := next((path for path in getattr(options, key) if "://" in path), None):
+        raise DataError(f"data.{key}: {address} is an address: download it first, and name the file")
     paths = [Path(path) for path in getattr(options, key)]
-    real = [path.resolve() for path in paths]
+    real = [os.path.realpath(path) for path in paths]  # not Path.resolve: it fails at links that go in a circle
     if twice := [path for path, place in zip(paths, real, strict=True) if real.count(place) > 1]:
         raise DataError(f"data.{key} names {twice[0]} twice: its games would count twice")
     if key == "valid_paths":
-        trained_on = {Path(path).resolve() for path in options.paths}
+        trained_on = {os.path.realpath(path) for path in options.paths}
         if both := [path for path, place in zip(paths, real, strict=True) if place in trained_on]:
             raise DataError(
                 f"{both[0]} is in data.paths and in data.valid_paths: it would be validated on what it trained on"
