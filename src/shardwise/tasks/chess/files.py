@@ -21,7 +21,7 @@ from shardwise.data.file_kinds import foreign_kind
 from shardwise.errors import DataError, MissingExtra, one_line
 from shardwise.tasks.chess.examine import Text
 from shardwise.tasks.chess.movetext import has_several_moves, same_position, stated_fen
-from shardwise.tasks.chess.moveword import QUOTED, quoted
+from shardwise.tasks.chess.moveword import ALIKE, QUOTED, RESULTS, quoted
 
 LONGEST_LINE = 2**26
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh", "xz": b"\xfd7zXZ\0"}
@@ -156,7 +156,7 @@ class GamesFile:
                 moves = True
                 if "{" in bare or "}" in bare:
                     comment = _in_comment(bare, comment)
-                over = not comment and _ENDS.search(bare) is not None
+                over = not comment and _ENDS.search(bare.translate(ALIKE)) is not None
         if tags or moves:
             cut = moves and not over and all_over and began > 1
             problem = (
@@ -222,7 +222,7 @@ _TAG = re.compile(r'\[\s*([A-Za-z]\w*)\s+".*"\s*\]$')
 _EVENT = re.compile(r'\[\s*(Event|Site|Date|Round|White|Black|Result|FEN|SetUp|Variant)\s+"')
 _JSON = re.compile(rb'\s*(\{\s*"[^"]*"\s*:|\[\s*[\[{"])')
 """How lines of JSON begin, and no PGN: neither a comment in braces nor a tag."""
-_ENDS = re.compile(r"(^|[\s)}])(1-0|0-1|1/2-1/2|1/2|½-½|\*)$")
+_ENDS = re.compile(rf"(^|[\s)}}])({'|'.join(map(re.escape, RESULTS))})$")
 
 
 def _is_pgn(path: Path, head: bytes) -> bool:

@@ -11,7 +11,21 @@ from dataclasses import dataclass, field
 
 import chess
 
-from shardwise.tasks.chess.moveword import ALONE, NUMBER, PLAIN, RESULTS, UCI, is_a_move, move_of, quoted, spelled
+from shardwise.errors import one_line
+from shardwise.tasks.chess.moveword import (
+    ALIKE,
+    ALONE,
+    NUMBER,
+    PLAIN,
+    QUOTED,
+    RESULTS,
+    UCI,
+    is_a_move,
+    move_of,
+    quoted,
+    spelled,
+    why_not,
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,7 @@ def several(text: str, games: list[Game]) -> str:
     second = games[1].plies[0]
     return (
         f"there are {len(games)} games in one text: after {len(games[0].plies)} half-moves another begins with "
-        f"{text[second.start : second.end]!r}"
+        f"{quoted(text[second.start : second.end])}"
     )
 
 
@@ -154,7 +168,7 @@ _TOKEN = re.compile(
 )
 _RAW_FEN = re.compile(r"\s*(?:fen:?\s*)?((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+(?:\s+[wb]\s+\S+\s+\S+"
                       r"(?:\s+\d+\s+\d+(?!\S))?)?)", re.IGNORECASE)  # fmt: skip
-_USUAL_RULES = {"", "standard", "chess", "normal", "from position", "fromposition", "?", "-"}
+_USUAL_RULES = {"", "standard", "chess", "normal", "classical", "regular", "from position", "fromposition", "?", "-"}
 _CHESS960 = {"chess960", "chess 960", "fischerandom", "fischer random", "fischerrandom", "freestyle", "freestyle chess"}
 _NUMBERINGS = ("position", "one", "half-moves")
 FEWEST = 4
@@ -217,12 +231,15 @@ class _Reading:
     def _word(self, word: str, place: int) -> Iterator[Game]:
         """Yields the game before it, if it is the first of another."""
         end = place + len(word)
+        word = word if word.isascii() else word.translate(ALIKE)
         if word in RESULTS:
             self._result(RESULTS[word], place)
             return
         if not word[0].isalpha() and ALONE.fullmatch(word):
             return
         while not word[:1].isalpha() and (number := NUMBER.match(word)):
+            if number[3] and len(number[3]) > 1 and not number[3].strip("0"):
+                break  # 00 is castling, 0000 a null move
             dots = number[2] or number[4] or "."
             value = number[1] or number[3]
             if (
@@ -232,7 +249,7 @@ class _Reading:
             ):
                 yield self._ended(place)
             if value:
-                self._number(int(value[:9]), black=len(dots) > 1 or dots == "…", place=place)
+                self._number(word, number, black=len(dots) > 1 or dots == "…", place=place)
             word = word[number.end() :]
         form = word if (plain := PLAIN.match(word) is not None) else spelled(word)
         if not form:
@@ -244,7 +261,7 @@ class _Reading:
             yield self._doubtful(word, place)
             move = move_of(self._position(place), form, plain)
         if move is None:
-            raise self.doubt or _illegal(word, 0, place)
+            raise self.doubt or self._illegal(word, place)
         self._play(move, form, end - len(word), end)
 
     def _play(self, move: chess.Move, form: str, first: int, last: int) -> None:
@@ -263,8 +280,9 @@ class _Reading:
             raise NotAGame(f"a second result follows the first: {result or '*'}", place)
         self.game.result, self.over = result, bool(self.game.plies)
 
-    def _number(self, number: int, *, black: bool, place: int) -> None:
+    def _number(self, word: str, found: re.Match[str], *, black: bool, place: int) -> None:
         """Numbers count moves, from that of the position or from 1, or half-moves: one way throughout a game."""
+        number = int((found[1] or found[3])[:9])
         board, count = self._position(place), len(self.game.plies)
         black_began = (count % 2 == 0) == (board.turn == chess.BLACK)
         past = (count + black_began) // 2
@@ -274,9 +292,13 @@ class _Reading:
         self.numbered = True
         self.numbering &= {way for way, value in due.items() if value == number}
         if not self.numbering:
+            move = word[found.end() :]
+            if move and not is_a_move(move):
+                raise self._illegal(word, place)
+            written = f" ({quoted(word)})" if move else ""
             raise NotAGame(
-                f"move number {number} stands where {due['position']} is due, after {count} half-moves: moves are missing, or "
-                "belong to another game",
+                f"move number {number}{written} stands where {due['position']} is due, after {count} half-moves: moves "
+                "are missing, or belong to another game",
                 place,
             )
 
@@ -289,12 +311,17 @@ class _Reading:
     def _doubtful(self, word: str, place: int) -> Game:
         """The game before a move that it cannot have: what follows may be another game, which begins here."""
         count = len(self.game.plies)
-        illegal = _illegal(word, count, place)
+        illegal = self._illegal(word, place)
         if count < FEWEST or not self.game.start.is_usual:
             raise self.doubt or illegal
         ended = self._ended(place)
         self.doubt = illegal
         return ended
+
+    def _illegal(self, word: str, place: int) -> NotAGame:
+        why = why_not(self._position(place), word)
+        said = f"{quoted(word)} is not a legal move after {len(self.game.plies)} half-moves"
+        return NotAGame(f"{said}: {why}" if why else said, place)
 
     def _ended(self, place: int) -> Game:
         if self.doubt is not None and len(self.game.plies) < FEWEST:
@@ -308,15 +335,11 @@ class _Reading:
         return game
 
 
-def _illegal(word: str, count: int, place: int) -> NotAGame:
-    return NotAGame(f"{word!r} is not a legal move after {count} half-moves", place)
-
-
 def _start(tags: dict[str, str], place: int) -> Start:
     variant = tags.get("Variant", "").strip()
     chess960 = variant.lower() in _CHESS960
-    if not chess960 and variant.lower() not in _USUAL_RULES:
-        raise NotAGame(f"this is a game of {variant}; those of chess and Chess960 are read", place)
+    if not chess960 and variant.lower().removesuffix(" chess") not in _USUAL_RULES:
+        raise NotAGame(f"this is a game of {one_line(variant, QUOTED)}; those of chess and Chess960 are read", place)
     fen = tags.get("FEN", "").strip()
     if not fen:
         if chess960:
@@ -325,10 +348,10 @@ def _start(tags: dict[str, str], place: int) -> Start:
     try:
         board = chess.Board(fen, chess960=True)
     except ValueError as error:
-        raise NotAGame(f"{fen!r} is not a position of chess: {error}", place) from None
+        raise NotAGame(f"{quoted(fen)} is not a position of chess: {one_line(error, QUOTED)}", place) from None
     harmless = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE
     if board.status() & ~harmless:
-        raise NotAGame(f"{fen!r} is not a position that can be played from", place)
+        raise NotAGame(f"{quoted(fen)} is not a position that can be played from", place)
     board.chess960 = chess960 or board.has_chess960_castling_rights()
     start = Start(board.fen(), board.chess960)
     return USUAL if start.fen == chess.STARTING_FEN else start
