@@ -116,6 +116,7 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
         (b'{"text": "e2e4', r"bad.jsonl, line 4: not valid JSON \(Unterminated string"),
         (b'{"text": "e2e4"} {"text": "e2e4"}\n', r"bad.jsonl, line 4: not valid JSON \(Extra data\)"),
         (b'{"game": "e2e4"}\n', r"line 4: no text under 'text' \(found: game\); data.text_column names the key"),
+        (b'{"%s": 1}\n' % (b"x" * 9999), r"line 4: no text under 'text' \(found: x{80}\); data.text_column"),
         (b'["e2e4"]\n', r"line 4: no object, but of type list; each line is an object like"),
         (b'{"text": null}\n', "line 4: 'text' is null: a text is expected, or a list of moves"),
         (b'{"text": 5}\n', "line 4: 'text' is int '5': a text is expected"),
@@ -202,11 +203,11 @@ def test_two_positions_to_start_from_are_an_error_unless_they_are_the_same(tmp_p
         (
             "a.jsonl",
             json_lines(*GAMES).decode().encode("utf-16"),
-            "a.jsonl is UTF-16 text: save it as UTF-8. JSON lines and PGN are read",
+            "a.jsonl is UTF-16 text: save it as UTF-8",
         ),
         ("a.pgn", PGN.encode("utf-16"), "a.pgn is UTF-16 text"),
         ("a.zip", b"PK\x03\x04 and more", "a.zip is a zip archive"),
-        ("a.parquet", b"PAR1 and more", "a.parquet is a Parquet file"),
+        ("a.parquet", b"PAR1 and more", "a.parquet is a Parquet file: JSON lines and PGN are read"),
         ("a.pgn", b'[Event "a"]\n\n1. e4\0 e5\n', "a.pgn, line 3: this is no text"),
     ],
 )

@@ -139,9 +139,13 @@ def test_where_a_game_starts_can_stand_under_a_key_of_its_own(tmp_path: Path) ->
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     games, _ = read(tmp_path / "a.jsonl", content, fen_column="fen")
     assert games == [f'[FEN "{fen}"]\nO-O Ke7', "e2e4", "d2d4"]
+    games, _ = read(tmp_path / "a.jsonl", json_lines("c2c4") + content + json_lines("b2b4"), fen_column="fen")
+    assert games == ["c2c4", f'[FEN "{fen}"]\nO-O Ke7', "e2e4", "d2d4", "b2b4"]  # left out is null
     with pytest.raises(DataError, match="line 1: 'O-O' is not a legal move after 0 half-moves"):
         read(tmp_path / "a.jsonl", content)
-    with pytest.raises(DataError, match=r"line 1: no key 'start' \(found: text, fen\); data.fen_column names it"):
+    with pytest.raises(
+        DataError, match=r"line 1: no key 'start', and in no other line \(found: text, fen\); data.fen_column"
+    ):
         read(tmp_path / "a.jsonl", content, fen_column="start")
 
 

@@ -13,8 +13,9 @@ _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0")
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml")
 
 
-def foreign_kind(path: Path, head: bytes) -> str | None:
-    """`head`: its first bytes, 512 or more, as they are after decompression. None: it may be text."""
+def foreign_kind(path: Path, head: bytes, read: str) -> str | None:
+    """`head`: its first bytes, 512 or more, as they are after decompression. None: it may be text. `read`: what is read
+    instead, where there is no other advice."""
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS, not the data itself: fetch the data (git lfs pull)"
     page = head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1024].lower()
@@ -31,4 +32,4 @@ def foreign_kind(path: Path, head: bytes) -> str | None:
         return "compressed twice: decompress it once, and name what comes of it"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "UTF-16 text: save it as UTF-8"
-    return next((what for magic, what in _BINARY.items() if head.startswith(magic)), None)
+    return next((f"{what}: {read}" for magic, what in _BINARY.items() if head.startswith(magic)), None)

@@ -25,6 +25,7 @@ from shardwise.tasks.chess.moveword import ALIKE, QUOTED, RESULTS, quoted
 
 LONGEST_LINE = 2**26
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh", "xz": b"\xfd7zXZ\0"}
+_READ = "JSON lines and PGN are read, as text in UTF-8, also compressed (gz, zst, bz2, xz)"
 _SKIPPABLE = {bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)}
 """A zstd file may begin with a frame that holds no data, as those do that are written in parallel."""
 _BOM = b"\xef\xbb\xbf"
@@ -52,6 +53,7 @@ class GamesFile:
             pattern = ". Patterns are not filled in: name each file" if re.search(r"[*?\[]", str(path)) else ""
             raise DataError(f"{key}: there is no file {path}{pattern}")
         self._raw: BinaryIO | None = None
+        self._has_fen, self._without_fen = False, ""
 
     def stamp(self) -> list[Any]:
         about = self.path.stat()
@@ -70,9 +72,8 @@ class GamesFile:
                 self._raw = raw
                 stream = io.BufferedReader(_Unpacked(self.path, raw), 2**20)
                 head = stream.peek(2**16)[: 2**16]
-                if kind := foreign_kind(self.path, head):
-                    raise DataError(f"{self.path} is {kind}. JSON lines and PGN are read, as text in UTF-8, also compressed "
-                                    "(gz, zst, bz2, xz)")  # fmt: skip
+                if kind := foreign_kind(self.path, head, _READ):
+                    raise DataError(f"{self.path} is {kind}")
                 self.is_pgn = _is_pgn(self.path, head)
                 if self.is_pgn and _JSON.match(head.removeprefix(_BOM)):
                     raise DataError(f"{self.path}: its lines are JSON, not PGN: give the file a name with .jsonl")
@@ -83,6 +84,7 @@ class GamesFile:
     # ---------------------------------------------------------------- JSON lines
 
     def _json_lines(self, stream: io.BufferedReader[Any]) -> Iterator[Text]:
+        self._has_fen, self._without_fen = False, ""
         # Not str.splitlines, which breaks lines at characters that may stand within a JSON text, such as U+2028.
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
             where = f"{self.path}, line {number}"
@@ -96,6 +98,9 @@ class GamesFile:
                 ) from None
             if content.strip():
                 yield Text(number, self._text_of(content, where, first=number == 1))
+        # Many writers leave out a key that is null. One that no line has is misspelled.
+        if self._without_fen and not self._has_fen:
+            raise DataError(f"{self._without_fen}; data.fen_column names it")
 
     def _text_of(self, line: str, where: str, *, first: bool) -> str:
         shape = f'each line is an object like {{"{self.column}": …}}'
@@ -123,9 +128,11 @@ class GamesFile:
     def _fen_of(self, record: dict[str, Any], where: str) -> Any:
         if self.fen_column is None:
             return None
-        if self.fen_column not in record:
-            raise DataError(f"{where}: no key {self.fen_column!r} (found: {_keys(record)}); data.fen_column names it")
-        return record[self.fen_column]
+        if self.fen_column in record:
+            self._has_fen = True
+        elif not self._without_fen:
+            self._without_fen = f"{where}: no key {self.fen_column!r}, and in no other line (found: {_keys(record)})"
+        return record.get(self.fen_column)
 
     # ---------------------------------------------------------------- PGN
 
@@ -191,8 +198,8 @@ def _check_one_game(words: list[str], what: str) -> None:
     """Lines of one game may be a list: its numbers show that they belong together. Without them, nothing does."""
     if len(words) > 1 and (game := next((word for word in words if has_several_moves(word)), None)) is not None:
         raise DataError(
-            f"{what} is a list of games ({quoted(game)} has several moves): write each game on a line of its own; a list may "
-            "hold the moves of one game"
+            f"{what} is a list of games ({quoted(game)} has several moves): write each game on a line of its own, or, if it is "
+            "one game, one move in each place"
         )
 
 
