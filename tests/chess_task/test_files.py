@@ -311,6 +311,7 @@ def test_games_of_pgn_without_tags_or_results_are_told_apart(tmp_path: Path) -> 
     for text in (
         "1. e4 e5 1-0\n\n1. d4 d5 0-1\n1. c4 *\n",
         "1. e4 e5 1-0 1. d4 d5 0-1 1. c4 *\n",
+        "1. e4 e5 1–0\n\n1. d4 d5 0 - 1\n\n1. c4 *",
         "1. e4\ne5\n1-0\n\n1. d4 d5 {good}\n0-1\n\n\n1. c4 *",
     ):
         assert read(tmp_path / "a.pgn", text.encode()) == (expected, []), text
@@ -347,3 +348,5 @@ def test_a_file_of_pgn_that_is_cut_off_in_its_last_game_is_seen(tmp_path: Path) 
     ):
         read(tmp_path / "a.pgn", cut.encode())
     assert read(tmp_path / "a.pgn", illegal_games="skip")[0] == IN_PGN[:2]
+    for result in ("1–0", "½−½", "0 - 1"):
+        assert len(read(tmp_path / "a.pgn", f"{cut} {result}".encode())[0]) == 3

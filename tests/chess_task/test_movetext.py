@@ -36,6 +36,7 @@ def moves(text: str) -> list[str]:
         "1. e4□ e5∞ 2. Nf3⩲ ± Nc6+− ∓ =∞ 1–0",
         "1. e2–e4 e7−e5 2. Nf3+/- → Nc6!?-+ 0‑1",
         "e4 e5 Nf3 Nc6 0.5–0.5",
+        "1. e4 e5 2. Nf3 Nc6 1 – 0",
         '[Variant "Standard Chess"]\n1. e4 e5 2. Nf3 Nc6 ½−½',
     ],
 )
@@ -154,6 +155,7 @@ def test_what_is_quoted_is_cut(text: str) -> None:
         "1. e4 e5 2. Nf3 Nc6 1. d4 d5",
         "1. e4 e5 2. Nf3 Nc6 1-0 1. d4 d5 0-1",
         "e4 e5 Nf3 Nc6 1/2-1/2 d4 d5",
+        "e4 e5 Nf3 Nc6 ½ - ½ d4 d5",
         "e4 e5 Nf3 Nc6 * d4 d5",
         "1. e4 e5 2. Nf3 Nc6\n1. d4 d5",
         '[Event "a"]\n1. e4 e5 2. Nf3 Nc6\n\n[Event "b"]\n1. d4 d5',

@@ -163,7 +163,7 @@ class GamesFile:
                 moves = True
                 if "{" in bare or "}" in bare:
                     comment = _in_comment(bare, comment)
-                over = not comment and _ENDS.search(bare.translate(ALIKE)) is not None
+                over = not comment and _ENDS.search(bare.translate(ALIKE).replace(" - ", "-")) is not None
         if tags or moves:
             cut = moves and not over and all_over and began > 1
             problem = (

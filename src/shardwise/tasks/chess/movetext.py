@@ -162,6 +162,7 @@ _TOKEN = re.compile(
       | (?P<tag> \[ \s* (?P<name> [A-Za-z]\w* ) \s+ " (?P<value> (?: [^"\\\n] | \\. )* ) " \s* \]
                | (?m:^) \[ [^\S\n]* (?P<name2> [A-Za-z]\w* ) [^\S\n]+ " (?P<value2> [^\n]* ) " [^\S\n]* \] [^\S\n]* (?m:$) )
       | (?P<paren> [()] )
+      | (?P<result> (?<!\S) (?: 1/2 | [01½] ) [ ] [-‐‑‒–—−] [ ] (?: 1/2 | [01½] ) (?!\S) )
       | (?P<word> [^\s(){}]+ )
       | (?P<stray> \} )""",
     re.VERBOSE,
@@ -223,7 +224,7 @@ class _Reading:
                     yield self._ended(place)
                 self.tags[name] = value
             else:
-                yield from self._word(token["word"], place)
+                yield from self._word((token["result"] or token["word"]).replace(" ", ""), place)
         if depth:
             raise NotAGame("a variation begins here with ( and is not closed", opened)
         yield self._ended(len(self.text))
