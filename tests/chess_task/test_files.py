@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
+import json
 import lzma
+import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
+import chess
 import pyarrow
 import pytest
 
@@ -84,6 +89,17 @@ def test_a_compressed_file_that_is_cut_off_or_damaged_is_named(tmp_path: Path, e
             read(file, packed + b"and more")
 
 
+def test_a_file_with_a_long_window_is_named_with_how_to_compress_it_again(tmp_path: Path) -> None:
+    """A frame of zstd, by its specification: no sizes, a window of 2 GiB, one last block that is not compressed."""
+    content = json_lines(*GAMES)
+    packed = b"\x28\xb5\x2f\xfd\0\xa8" + (len(content) << 3 | 1).to_bytes(3, "little") + content
+    with pytest.raises(
+        DataError,
+        match=r"a.jsonl.zst was compressed with a long window .*zstd -dc --long=31 .* \| zstd -o .*new-a.jsonl.zst",
+    ):
+        read(tmp_path / "a.jsonl.zst", packed)
+
+
 def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     """str.splitlines breaks a line at each of these characters, which may all stand in a text of JSON as they are."""
     inside = "".join(f'{{"text": "e2e4 e7e5", "by": "a{mark}b"}}\n' for mark in "\u2028\u2029\x85")
@@ -100,7 +116,8 @@ def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
         (b'{"text": "e2e4', r"bad.jsonl, line 4: not valid JSON \(Unterminated string"),
         (b'{"text": "e2e4"} {"text": "e2e4"}\n', r"bad.jsonl, line 4: not valid JSON \(Extra data\)"),
         (b'{"game": "e2e4"}\n', r"line 4: no text under 'text' \(found: game\); data.text_column names the key"),
-        (b'["e2e4"]\n', r"line 4: no text under 'text' \(found: list\)"),
+        (b'{"%s": 1}\n' % (b"x" * 9999), r"line 4: no text under 'text' \(found: x{80}\); data.text_column"),
+        (b'["e2e4"]\n', r"line 4: no object, but of type list; each line is an object like"),
         (b'{"text": null}\n', "line 4: 'text' is null: a text is expected, or a list of moves"),
         (b'{"text": 5}\n', "line 4: 'text' is int '5': a text is expected"),
         (b'{"text": ["e2e4", 5]}\n', "line 4: 'text' is list .*: a text is expected"),
@@ -115,21 +132,82 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, content: bytes, message
         read(tmp_path / "bad.jsonl", json_lines(*GAMES) + content)
 
 
+def test_a_list_of_games_is_not_taken_for_one_game(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    for games in (["e2e4 e7e5", "d2d4 d7d5"], ["e2e4", "e7e5 g1f3"], ["e4 e5 1-0", "d4 d5 0-1"]):
+        with pytest.raises(
+            DataError, match=r"line 4: 'text' is a list of games \('e.* has several moves\): write each game on a line"
+        ):
+            read(file, json_lines(*GAMES, games), illegal_games="skip")
+    with pytest.raises(DataError, match="there are 2 games in one text"):
+        read(file, json_lines(["1. e4 e5 2. Nf3", "1. d4 d5 2. c4"]))
+    one_game = [
+        ["e2e4", "e7e5", "1-0"],
+        ["1.", "e4", "e5", "2.", "Nf3"],
+        ["1. e4 e5", "2. Nf3 Nc6"],
+        ['[Event "by lines"]', "1. e4 e5 2. Nf3", "Nc6 3. Bb5"],
+        ["e4 {better than d4 or c4}", "e5 (c5 Nf3 d6)"],
+        ["4k3/8/8/8/8/8/8/R3K2R w KQ e3", "O-O"],
+        ["e2e4 e7e5"],
+    ]
+    assert len(read(file, json_lines(*one_game))[0]) == len(one_game)
+
+
+def test_two_positions_to_start_from_are_an_error_unless_they_are_the_same(tmp_path: Path) -> None:
+    file, fen = tmp_path / "a.jsonl", "4k3/8/8/8/8/8/8/R3K2R w KQ - 0 1"
+
+    def line(text: str, start: str) -> bytes:
+        return json.dumps({"text": text, "fen": start}).encode() + b"\n"
+
+    for text in (f'[FEN "{fen}"] 1. O-O Ke7', f'[White "a"]\n[FEN "{fen}"]\n\n1. O-O', f"{fen} 1. O-O"):
+        with pytest.raises(
+            DataError, match=r"line 2: 'text' says that the game starts from '4k3/.*, and 'fen' from 'rnbq"
+        ):
+            read(file, line("e2e4", "") + line(text, chess.STARTING_FEN), fen_column="fen", illegal_games="skip")
+        assert read(file, line(text, fen.removesuffix(" 0 1")), fen_column="fen")[0] == [text]
+    with pytest.raises(
+        DataError, match="line 1: 'fen' is float 'nan': a position in FEN is expected, as a text, or null"
+    ):
+        read(file, b'{"text": "e2e4", "fen": NaN}', fen_column="fen")
+    twice = f'[FEN "{fen}"] [FEN "{{}}"] 1. O-O'
+    with pytest.raises(DataError, match="line 1: a second position to start from follows the first: 'rnbq"):
+        read(file, json_lines(twice.format(chess.STARTING_FEN)))
+    for again in (fen, ""):
+        assert read(file, json_lines(twice.format(again)), uci=True)[0] == [f'[FEN "{fen}"]\ne1g1']
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[\n {"text": "e2e4"}\n]\n', "line 1: not valid JSON .*looks like one JSON array over many lines"),
+        ("a.json", b'[\n {"text": "e2e4"}\n]\n', "line 1: not valid JSON .*looks like one JSON array: write each"),
+        (
+            "a.json",
+            b'[{"text": "e2e4"}, {"text": "d2d4"}]',
+            "line 1: no object, but of type list.*looks like one JSON array: write each",
+        ),
+        (
+            "a.json",
+            b'["e2e4 e7e5", "d2d4 d7d5"]\n',
+            "line 1: no object, but of type list.*looks like one JSON array: write each",
+        ),
+        (
+            "a.json",
+            b'["e2e4", "e7e5"]\n',
+            r"line 1: no object, but of type list; each line is an object like {\"text\": …}$",
+        ),
+        ("a.pgn", json_lines(*GAMES), "a.pgn: its lines are JSON, not PGN: give the file a name with .jsonl"),
+        ("a.pgn", b'[\n{"text": "e2e4"}\n]', "a.pgn: its lines are JSON, not PGN"),
         ("a.jsonl", PGN.encode(), "line 1: not valid JSON .*looks like PGN: give the file a name with .pgn"),
         ("a.txt", b"e2e4 e7e5\n", "line 1: not valid JSON .*Games of PGN are read from files named .pgn"),
         ("a.csv", b"id,moves\n1,e4 e5\n", "a.csv, line 1: not valid JSON"),
         (
             "a.jsonl",
             json_lines(*GAMES).decode().encode("utf-16"),
-            "a.jsonl is UTF-16 text: JSON lines and PGN are read",
+            "a.jsonl is UTF-16 text: save it as UTF-8",
         ),
         ("a.pgn", PGN.encode("utf-16"), "a.pgn is UTF-16 text"),
         ("a.zip", b"PK\x03\x04 and more", "a.zip is a zip archive"),
-        ("a.parquet", b"PAR1 and more", "a.parquet is a Parquet file"),
+        ("a.parquet", b"PAR1 and more", "a.parquet is a Parquet file: JSON lines and PGN are read"),
         ("a.pgn", b'[Event "a"]\n\n1. e4\0 e5\n', "a.pgn, line 3: this is no text"),
     ],
 )
@@ -140,11 +218,43 @@ def test_what_is_neither_json_lines_nor_pgn_is_told_apart(
         read(tmp_path / name, content)
 
 
+def tar(content: bytes) -> bytes:
+    with tarfile.open(fileobj=(whole := io.BytesIO()), mode="w") as archive:
+        part = tarfile.TarInfo("inside.pgn")
+        part.size = len(content)
+        archive.addfile(part, io.BytesIO(content))
+    return whole.getvalue()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.pgn", "a.pgn.gz"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\n", r"is a pointer of Git LFS.*\(git lfs pull\)"),
+        (b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404</body></html>", "is a web page, not data: .*Download it again"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "is a web page, not data"),
+        (tar(PGN.encode()), r"is a tar archive: unpack it \(tar xf .*\) and name what is in it"),
+        (gzip.compress(PGN.encode()), "is compressed twice: decompress it once"),
+        (zstd(PGN.encode()), "is compressed twice: decompress it once"),
+        (b"PK\x03\x04 and more", r"is a zip archive: unpack it \(unzip .*\) and name what is in it"),
+    ],
+)
+def test_what_was_not_meant_as_data_is_named_with_what_to_do(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    with pytest.raises(DataError, match=rf"{name} {message}"):
+        read(tmp_path / name, gzip.compress(content))
+
+
+def test_a_comment_up_to_the_end_of_the_line_may_end_a_file_of_pgn(tmp_path: Path) -> None:
+    assert read(tmp_path / "a.pgn", b"1. e4 e5 1-0 ; the end") == (["1. e4 e5 1-0"], [])
+
+
 def test_a_path_that_is_no_file_is_named_with_its_key(tmp_path: Path) -> None:
     good = tmp_path / "good.jsonl"
     good.write_bytes(json_lines(*GAMES))
 
-    def refused(paths: list[Path], valid: list[Path], message: str) -> None:
+    def refused(paths: list[Path | str], valid: list[Path | str], message: str) -> None:
         with pytest.raises(DataError, match=message):
             load_games(
                 ChessData(source="local", paths=list(map(str, paths)), valid_paths=list(map(str, valid))), seed=0
@@ -152,8 +262,20 @@ def test_a_path_that_is_no_file_is_named_with_its_key(tmp_path: Path) -> None:
 
     refused([tmp_path / "no.jsonl"], [], r"data.paths: there is no file .*no.jsonl$")
     refused([good], [tmp_path / "no.jsonl"], "data.valid_paths: there is no file")
+    refused(["https://a.b/c.pgn"], [], "data.paths: https://a.b/c.pgn is an address: download it first")
+    refused([good], ["s3://b/c.pgn"], "data.valid_paths: s3://b/c.pgn is an address")
+    (tmp_path / "gone.jsonl").symlink_to("there.jsonl")
+    (tmp_path / "round.jsonl").symlink_to("round.jsonl")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    refused([tmp_path / "gone.jsonl"], [], "data.paths: .*gone.jsonl is a link to there.jsonl, and that is not there")
+    refused([tmp_path / "round.jsonl"], [], "data.paths: .*round.jsonl is a link to round.jsonl, and that is not there")
+    refused([tmp_path / "pipe.jsonl"], [], "data.paths: .*pipe.jsonl is a pipe or a device, not a file")
     refused([tmp_path / "*.jsonl"], [], "there is no file .*Patterns are not filled in: name each file")
-    refused([tmp_path], [], r"data.paths: .* is a folder: name the files themselves \(good.jsonl, …\)")
+    refused(
+        [tmp_path],
+        [],
+        r"data.paths: .* is a folder: name the files themselves \(gone.jsonl, good.jsonl, pipe.jsonl, …\)",
+    )
     (tmp_path / "same.jsonl").symlink_to(good)
     refused([good, tmp_path / "same.jsonl"], [], "data.paths names .*good.jsonl twice: its games would count twice")
     refused([good], [good], "good.jsonl is in data.paths and in data.valid_paths")
@@ -189,6 +311,7 @@ def test_games_of_pgn_without_tags_or_results_are_told_apart(tmp_path: Path) -> 
     for text in (
         "1. e4 e5 1-0\n\n1. d4 d5 0-1\n1. c4 *\n",
         "1. e4 e5 1-0 1. d4 d5 0-1 1. c4 *\n",
+        "1. e4 e5 1–0\n\n1. d4 d5 0 - 1\n\n1. c4 *",
         "1. e4\ne5\n1-0\n\n1. d4 d5 {good}\n0-1\n\n\n1. c4 *",
     ):
         assert read(tmp_path / "a.pgn", text.encode()) == (expected, []), text
@@ -225,3 +348,5 @@ def test_a_file_of_pgn_that_is_cut_off_in_its_last_game_is_seen(tmp_path: Path) 
     ):
         read(tmp_path / "a.pgn", cut.encode())
     assert read(tmp_path / "a.pgn", illegal_games="skip")[0] == IN_PGN[:2]
+    for result in ("1–0", "½−½", "0 - 1"):
+        assert len(read(tmp_path / "a.pgn", f"{cut} {result}".encode())[0]) == 3

@@ -85,7 +85,7 @@ def write(file: Path, *texts: str) -> Path:
 
 
 def test_illegal_games_are_an_error_with_file_and_line_or_left_out_and_counted(tmp_path: Path) -> None:
-    file, bad = tmp_path / "a.jsonl", ["e2e5", "e4 e4", "d4 d5 Kf2", "once upon", "e4 --", "nf3", "1. e4 e5 4. Nf3"]
+    file, bad = tmp_path / "a.jsonl", ["e2e5", "e4 e4", "d4 d5 Kf2", "once upon", "e4 Kk", "nf3", "1. e4 e5 4. Nf3"]
     with pytest.raises(DataError) as refusal:
         read(file, json_lines(GAMES[0], *bad, *GAMES[1:]))
     assert str(refusal.value).splitlines() == [
@@ -94,7 +94,7 @@ def test_illegal_games_are_an_error_with_file_and_line_or_left_out_and_counted(t
         f"  {file}, line 3: 'e4' is not a legal move after 1 half-moves",
         f"  {file}, line 4: 'Kf2' is not a legal move after 2 half-moves",
         f"  {file}, line 5: 'once' is not a legal move after 0 half-moves",
-        f"  {file}, line 6: '--' is not a legal move after 1 half-moves",
+        f"  {file}, line 6: 'Kk' is not a legal move after 1 half-moves",
         "  and 2 more",
         "Mend or remove them, or leave them out: data.illegal_games: skip",
     ]
@@ -139,9 +139,13 @@ def test_where_a_game_starts_can_stand_under_a_key_of_its_own(tmp_path: Path) ->
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     games, _ = read(tmp_path / "a.jsonl", content, fen_column="fen")
     assert games == [f'[FEN "{fen}"]\nO-O Ke7', "e2e4", "d2d4"]
+    games, _ = read(tmp_path / "a.jsonl", json_lines("c2c4") + content + json_lines("b2b4"), fen_column="fen")
+    assert games == ["c2c4", f'[FEN "{fen}"]\nO-O Ke7', "e2e4", "d2d4", "b2b4"]  # left out is null
     with pytest.raises(DataError, match="line 1: 'O-O' is not a legal move after 0 half-moves"):
         read(tmp_path / "a.jsonl", content)
-    with pytest.raises(DataError, match=r"line 1: no key 'start' \(found: text, fen\); data.fen_column names it"):
+    with pytest.raises(
+        DataError, match=r"line 1: no key 'start', and in no other line \(found: text, fen\); data.fen_column"
+    ):
         read(tmp_path / "a.jsonl", content, fen_column="start")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import chess
 import pytest
 
-from shardwise.tasks.chess.movetext import NotAGame, first_move_of, plies, read_game, read_games, read_move
+from shardwise.tasks.chess.movetext import NotAGame, plies, read_game, read_games
+from shardwise.tasks.chess.moveword import first_move_of, read_move
 
 OPENING = ["e2e4", "e7e5", "g1f3", "b8c6"]
 
@@ -32,6 +33,11 @@ def moves(text: str) -> list[str]:
         "1. e4 e5 ; Nf6 is Alekhine's\n% no move\n2. Nf3 Nc6\n",
         '[Event "a \\"b\\""]\n[White "the "great" one"]\n\n1. e4 e5 2. ♘f3 ♞c6 1-0',
         "1-0 e4 e5 Nf3 Nc6",
+        "1. e4□ e5∞ 2. Nf3⩲ ± Nc6+− ∓ =∞ 1–0",
+        "1. e2–e4 e7−e5 2. Nf3+/- → Nc6!?-+ 0‑1",
+        "e4 e5 Nf3 Nc6 0.5–0.5",
+        "1. e4 e5 2. Nf3 Nc6 1 – 0",
+        '[Variant "Standard Chess"]\n1. e4 e5 2. Nf3 Nc6 ½−½',
     ],
 )
 def test_the_same_moves_are_read_however_they_are_written(text: str) -> None:
@@ -45,10 +51,10 @@ def test_the_characters_that_say_a_move_are_known() -> None:
 
 def test_castling_is_one_move_however_it_is_written() -> None:
     before = "e4 e5 Nf3 Nf6 Bc4 Bc5"
-    for castling in ("e1g1 e8g8", "e1h1 e8h8", "O-O O-O", "0-0 0-0!", "o-o OO", "e1-h1 O-O+"):
+    for castling in ("e1g1 e8g8", "e1h1 e8h8", "O-O O-O", "0-0 0-0!", "o-o OO", "e1-h1 O-O+", "O–O 0−0", "00 О-О"):
         assert moves(f"{before} {castling}")[-2:] == ["e1g1", "e8g8"], castling
     long = "d4 d5 Nc3 Nc6 Bf4 Bf5 Qd2 Qd7"
-    for castling in ("e1c1 e8c8", "e1a1 e8a8", "O-O-O 0-0-0"):
+    for castling in ("e1c1 e8c8", "e1a1 e8a8", "O-O-O 0-0-0", "000 0–0–0"):
         assert moves(f"{long} {castling}")[-2:] == ["e1c1", "e8c8"], castling
 
 
@@ -77,13 +83,32 @@ def test_a_bishops_move_from_a_rank_is_not_taken_for_a_pawns_in_capitals() -> No
         ("1. e4 e5 2. Ke3", "'Ke3' is not a legal move after 2 half-moves", "Ke3"),
         ("f3 e5 g4 Qh4# a3", "'a3' is not a legal move after 4 half-moves", "a3"),  # it is mate
         ("e4 --", "'--' is not a legal move after 1 half-moves", "--"),
+        ("e4 0000", "'0000' is not a legal move after 1 half-moves: it says that a side passes (a null move)", "0000"),
+        ("1. e4 e5 3.Nf3", "move number 3 ('3.Nf3') stands where 2 is due, after 2 half-moves", "3.Nf3"),
+        ("1. e4 e5 2020.01.03", "'2020.01.03' is not a legal move after 2 half-moves", "2020"),
+        ("0. e4 e5", "move number 0 stands where 1 is due, after 0 half-moves", "0."),
+        (
+            "d4 d5 Nf3 e6 Nd2",
+            "'Nd2' is not a legal move after 4 half-moves: it is ambiguous, more than one piece",
+            "Nd2",
+        ),
+        (
+            "e4 d5 exd5 c6 dxc6 a6 cxb7 h6 bxa8",
+            "'bxa8' is not a legal move after 8 half-moves: it does not say what the pawn becomes (bxa8=Q)",
+            "bxa8",
+        ),
+        ('[FEN "8/P6k/8/8/8/8/8/K7 w - - 0 1"]\na7a8', "it does not say what the pawn becomes (a7a8q)", "a7a8"),
         ("e4 Z0", "'Z0' is not a legal move", "Z0"),
         ("e2e4 @@@@", "'@@@@' is not a legal move", "@@@@"),
         ("e4 N@f6", "'N@f6' is not a legal move", "N@f6"),
         ("nf3", "'nf3' is not a legal move", "nf3"),
         ("Sf3", "'Sf3' is not a legal move", "Sf3"),
         ("e2e4;e7e5;g1f3", "'e2e4;e7e5;g1f3' is not a legal move", "e2e4"),
-        ("e4 ; and all that follows e5", "';' is not a legal move", ";"),
+        (
+            "e4 ; and all that follows e5",
+            "a comment that begins with ; ends with its line, and the text has no other",
+            ";",
+        ),
         ("once upon a time", "'once' is not a legal move", "once"),
         ("1. e4 e5 3. Nf3 Nc6", "move number 3 stands where 2 is due, after 2 half-moves", "3."),
         ("e4 e5 7. Nf3 Nc6", "move number 7 stands where 2 is due", "7."),
@@ -109,9 +134,28 @@ def test_what_is_no_game_is_refused_with_the_reason_and_the_place(text: str, rea
 @pytest.mark.parametrize(
     "text",
     [
+        f"1. e4 {'e' * 9999}",
+        f"1. e4 e5 {'9' * 999}.Nf3",
+        f"1. e4 e5 2. Nf3 Nc6 1. e4{'!' * 999}",
+        f'[FEN "{"8/" * 999}"]\n1. e4',
+        f'[FEN "8/8/8/8/8/8/8/8 w - - 0 1{" " * 99}{"1" * 999}"]\n1. e4',
+        f'[Variant "{"x" * 999}"]\n1. e4',
+    ],
+)
+def test_what_is_quoted_is_cut(text: str) -> None:
+    with pytest.raises(NotAGame) as refusal:
+        read_game(text)
+    assert "…" in str(refusal.value) or text.startswith("[Variant")
+    assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "1. e4 e5 2. Nf3 Nc6 1. d4 d5",
         "1. e4 e5 2. Nf3 Nc6 1-0 1. d4 d5 0-1",
         "e4 e5 Nf3 Nc6 1/2-1/2 d4 d5",
+        "e4 e5 Nf3 Nc6 ½ - ½ d4 d5",
         "e4 e5 Nf3 Nc6 * d4 d5",
         "1. e4 e5 2. Nf3 Nc6\n1. d4 d5",
         '[Event "a"]\n1. e4 e5 2. Nf3 Nc6\n\n[Event "b"]\n1. d4 d5',

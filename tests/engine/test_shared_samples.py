@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import shutil
@@ -18,6 +19,7 @@ from torch.utils.data import Subset
 from shardwise import Contents, SampleContents, Session
 from shardwise.errors import DataError
 from shardwise.tasks import Loss, Task
+from shardwise.tasks.chess.movetext import read_game
 from tests.cells_task.files import random_counts, write_cells
 from tests.distributed import work
 from tests.distributed.pool import RankFailure, RankPool
@@ -154,6 +156,32 @@ def test_a_file_of_games_under_two_names_is_an_error(tmp_path: Path, prepare: Pr
     overrides = [f"data.{key}=[{', '.join(map(str, files))}]" for key, files in listed.items()]
     with pytest.raises(DataError, match=rf"^data: {train} and {again} have the same content, so its samples would be"):
         prepare(CHESS, *overrides)
+
+
+@pytest.mark.parametrize("place", ["paths", "valid_paths"])
+@pytest.mark.parametrize("kind", ["compressed", "in another notation"])
+def test_a_file_of_games_beside_itself_in_another_form_is_an_error(
+    tmp_path: Path, prepare: Prepare, place: str, kind: str
+) -> None:
+    train = games(tmp_path / "train.jsonl", OPENINGS[:15])
+    other = games(
+        tmp_path / "other.jsonl", OPENINGS[:15][::-1]
+    )  # the same games in another order are not the same file
+    if kind == "compressed":
+        again = tmp_path / "train.jsonl.gz"
+        again.write_bytes(gzip.compress(train.read_bytes() + b"\n"))
+    else:
+        again = tmp_path / "train.pgn"
+        again.write_text("".join(f"{read_game(game).movetext} 1-0\n\n" for game in OPENINGS[:15]))
+    listed = {"paths": [train], "valid_paths": [games(tmp_path / "valid.jsonl", OPENINGS[15:])]}
+    listed["paths"].append(other)
+    overrides = [f"data.{key}=[{', '.join(map(str, files))}]" for key, files in listed.items()]
+    prepare(CHESS, *overrides)
+    listed[place].append(again)
+    overrides = [f"data.{key}=[{', '.join(map(str, files))}]" for key, files in listed.items()]
+    with pytest.raises(DataError, match=rf"^data: {train} and {again} have the same content, so its samples would be"):
+        prepare(CHESS, *overrides)
+    prepare(CHESS, *overrides, "data.allow_shared_samples=true")
 
 
 def test_copies_of_a_game_in_one_file_stay_on_one_side(tmp_path: Path, prepare: Prepare, said: Any) -> None:

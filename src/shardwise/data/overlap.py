@@ -50,27 +50,29 @@ class SampleContents:
     """Whether validation is a share of one pool, which shardwise has chosen."""
     files: Sequence[Path] = ()
     """Files that hold many samples each: none may be there twice."""
+    file_numbers: NDArray[np.uint64] | None = None
+    """One for each of `files`, where more is known of them than their bytes. Equal numbers, equal content."""
     looked_at: str = ""
     """Where that is not everything: which samples were compared, as the end of a sentence."""
 
 
 def check_overlap(contents: SampleContents, *, allowed: bool) -> None:
     """An error, or one warning, about samples in both parts; one line about copies among those to train on."""
-    _check_files(contents.files, allowed=allowed)
+    _check_files(contents.files, contents.file_numbers, allowed=allowed)
     if contents.valid is not None:
         _check_samples(contents, contents.valid, allowed=allowed)
     _tell_copies(contents)
 
 
-def _check_files(files: Sequence[Path], *, allowed: bool) -> None:
+def _check_files(files: Sequence[Path], numbers: NDArray[np.uint64] | None, *, allowed: bool) -> None:
     if len(files) < 2:
         return
-    numbers = file_contents(files)
-    places, first = np.unique(numbers, return_index=True)
+    numbers = file_contents(files) if numbers is None else numbers
+    places, first, group = np.unique(numbers, return_index=True, return_inverse=True)
     if len(places) == len(files):
         return
-    other = next(place for place in range(len(files)) if first[numbers[place]] != place)
-    one, again = files[first[numbers[other]]], files[other]
+    other = next(place for place in range(len(files)) if first[group[place]] != place)
+    one, again = files[first[group[other]]], files[other]
     if one == again:
         what = f"{one} is named twice"
     elif one.samefile(again):

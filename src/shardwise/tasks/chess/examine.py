@@ -20,7 +20,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
-from shardwise.tasks.chess.movetext import CASTLES, UCI, Game, NotAGame, castled, read_games, several
+from shardwise.tasks.chess.movetext import Game, NotAGame, read_games, several
+from shardwise.tasks.chess.moveword import ALIKE, CASTLES, UCI, castled
 
 AT_ONCE = 128
 """Texts that are handed over together: a few tenths of a second of work."""
@@ -112,7 +113,7 @@ def _as_written(text: str, game: Game, first: int, last: int) -> str:
     """Castling and moves in UCI in one way, or the same move would be other tokens here and there."""
     parts: list[str] = []
     for ply in game.plies:
-        word = text[ply.start : ply.end]
+        word = text[ply.start : ply.end].translate(ALIKE)
         if UCI.match(word):
             word = ply.word
         elif castles := CASTLES.match(word):

@@ -11,18 +11,21 @@ import io
 import json
 import lzma
 import re
+import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwise.errors import DataError, MissingExtra
+from shardwise.data.file_kinds import foreign_kind
+from shardwise.errors import DataError, MissingExtra, one_line
 from shardwise.tasks.chess.examine import Text
+from shardwise.tasks.chess.movetext import has_several_moves, same_position, stated_fen
+from shardwise.tasks.chess.moveword import ALIKE, QUOTED, RESULTS, quoted
 
 LONGEST_LINE = 2**26
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd", "bz2": b"BZh", "xz": b"\xfd7zXZ\0"}
-_OTHER = {b"PK\x03\x04": "a zip archive", b"PAR1": "a Parquet file", b"\xff\xfe": "UTF-16 text", b"\xfe\xff": "UTF-16 text",
-          b"7z\xbc\xaf": "a 7z archive", b"ARROW1": "an Arrow file", b"\x89HDF": "an HDF5 file"}  # fmt: skip
+_READ = "JSON lines and PGN are read, as text in UTF-8, also compressed (gz, zst, bz2, xz)"
 _SKIPPABLE = {bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)}
 """A zstd file may begin with a frame that holds no data, as those do that are written in parallel."""
 _BOM = b"\xef\xbb\xbf"
@@ -38,10 +41,19 @@ class GamesFile:
             raise DataError(
                 f"{key}: {path} is a folder: name the files themselves{f' ({inside}, …)' if inside else ''}"
             )
+        if path.is_symlink() and not path.exists():
+            raise DataError(
+                f"{key}: {path} is a link to {path.readlink()}, and that is not there: name the file itself"
+            )
+        if path.exists() and not path.is_file():
+            raise DataError(
+                f"{key}: {path} is a pipe or a device, not a file: write what comes from it to a file first"
+            )
         if not path.is_file():
             pattern = ". Patterns are not filled in: name each file" if re.search(r"[*?\[]", str(path)) else ""
             raise DataError(f"{key}: there is no file {path}{pattern}")
         self._raw: BinaryIO | None = None
+        self._has_fen, self._without_fen = False, ""
 
     def stamp(self) -> list[Any]:
         about = self.path.stat()
@@ -60,10 +72,11 @@ class GamesFile:
                 self._raw = raw
                 stream = io.BufferedReader(_Unpacked(self.path, raw), 2**20)
                 head = stream.peek(2**16)[: 2**16]
-                if kind := next((kind for magic, kind in _OTHER.items() if head.startswith(magic)), None):
-                    raise DataError(f"{self.path} is {kind}: JSON lines and PGN are read, as text in UTF-8 or compressed "
-                                    "(gz, zst, bz2, xz)")  # fmt: skip
+                if kind := foreign_kind(self.path, head, _READ):
+                    raise DataError(f"{self.path} is {kind}")
                 self.is_pgn = _is_pgn(self.path, head)
+                if self.is_pgn and _JSON.match(head.removeprefix(_BOM)):
+                    raise DataError(f"{self.path}: its lines are JSON, not PGN: give the file a name with .jsonl")
                 yield from self._pgn(stream) if self.is_pgn else self._json_lines(stream)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}") from None
@@ -71,6 +84,7 @@ class GamesFile:
     # ---------------------------------------------------------------- JSON lines
 
     def _json_lines(self, stream: io.BufferedReader[Any]) -> Iterator[Text]:
+        self._has_fen, self._without_fen = False, ""
         # Not str.splitlines, which breaks lines at characters that may stand within a JSON text, such as U+2028.
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), b""), start=1):
             where = f"{self.path}, line {number}"
@@ -84,6 +98,9 @@ class GamesFile:
                 ) from None
             if content.strip():
                 yield Text(number, self._text_of(content, where, first=number == 1))
+        # Many writers leave out a key that is null. One that no line has is misspelled.
+        if self._without_fen and not self._has_fen:
+            raise DataError(f"{self._without_fen}; data.fen_column names it")
 
     def _text_of(self, line: str, where: str, *, first: bool) -> str:
         shape = f'each line is an object like {{"{self.column}": …}}'
@@ -97,19 +114,25 @@ class GamesFile:
             if sum(key == self.column for key, _ in record) > 1:
                 raise DataError(f"{where}: the key {self.column!r} stands there twice")
             record = dict(record)
-        if not isinstance(record, dict) or self.column not in record:
-            found = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-            raise DataError(f"{where}: no text under {self.column!r} (found: {found}); data.text_column names the key")
-        return text_of(record[self.column], self._fen_of(record, where), f"{where}: {self.column!r}")
+        if not isinstance(record, dict):
+            # A list of single words is the moves of one game.
+            games = isinstance(record, list) and any(not isinstance(each, str) or " " in each for each in record)
+            hint = _hint(line.strip()) if games and first else ""
+            raise DataError(f"{where}: no object, but of type {type(record).__name__}; {shape}{hint}")
+        if self.column not in record:
+            raise DataError(
+                f"{where}: no text under {self.column!r} (found: {_keys(record)}); data.text_column names the key"
+            )
+        return text_of(record[self.column], self._fen_of(record, where), where, self.column, self.fen_column)
 
     def _fen_of(self, record: dict[str, Any], where: str) -> Any:
         if self.fen_column is None:
             return None
-        if self.fen_column not in record:
-            raise DataError(
-                f"{where}: no key {self.fen_column!r} (found: {', '.join(record)}); data.fen_column names it"
-            )
-        return record[self.fen_column]
+        if self.fen_column in record:
+            self._has_fen = True
+        elif not self._without_fen:
+            self._without_fen = f"{where}: no key {self.fen_column!r}, and in no other line (found: {_keys(record)})"
+        return record.get(self.fen_column)
 
     # ---------------------------------------------------------------- PGN
 
@@ -140,32 +163,56 @@ class GamesFile:
                 moves = True
                 if "{" in bare or "}" in bare:
                     comment = _in_comment(bare, comment)
-                over = not comment and _ENDS.search(bare) is not None
+                over = not comment and _ENDS.search(bare.translate(ALIKE).replace(" - ", "-")) is not None
         if tags or moves:
             cut = moves and not over and all_over and began > 1
             problem = (
                 "the file ends before the result of this game, and all others have one: it is cut off" if cut else ""
             )
-            yield Text(began, "".join(lines), problem)
+            # The line end is there for a comment that begins with ; and is the last of the file.
+            yield Text(began, "".join(lines) + "\n", problem)
 
 
-def text_of(value: Any, fen: Any, what: str) -> str:
-    """A cell of a table as text: a list of moves is one, too. `what` names it, for messages."""
+def text_of(value: Any, fen: Any, where: str, column: str, fen_column: str | None) -> str:
+    """Two cells of a table as one text: a list of moves is a text, too. `where` names their row, for messages."""
     if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        _check_one_game(value, f"{where}: {column!r}")
         value = " ".join(value)
     if not isinstance(value, str):
-        raise DataError(f"{what} is {_short(value)}: a text is expected, or a list of moves")
+        raise DataError(f"{where}: {column!r} is {_short(value)}: a text is expected, or a list of moves")
     if fen is not None and not isinstance(fen, str):
-        raise DataError(f"{what}: its position is {_short(fen)}: a text in FEN is expected")
-    return f'[FEN "{fen.strip()}"]\n{value}' if fen and value.strip() else value
+        raise DataError(f"{where}: {fen_column!r} is {_short(fen)}: a position in FEN is expected, as a text, or null")
+    if not fen or not fen.strip() or not value.strip():
+        return value
+    if (said := stated_fen(value)) is None:
+        return f'[FEN "{fen.strip()}"]\n{value}'
+    if not same_position(said, fen):
+        raise DataError(
+            f"{where}: {column!r} says that the game starts from {quoted(said)}, and {fen_column!r} from {quoted(fen)}: "
+            "correct one of the two"
+        )
+    return value
+
+
+def _check_one_game(words: list[str], what: str) -> None:
+    """Lines of one game may be a list: its numbers show that they belong together. Without them, nothing does."""
+    if len(words) > 1 and (game := next((word for word in words if has_several_moves(word)), None)) is not None:
+        raise DataError(
+            f"{what} is a list of games ({quoted(game)} has several moves): write each game on a line of its own, or, if it is "
+            "one game, one move in each place"
+        )
 
 
 def _hint(line: str) -> str:
     if _TAG.match(line):
         return ". This looks like PGN: give the file a name with .pgn"
     if line.startswith("["):
-        return ". This looks like one JSON array over many lines: write each game on a line of its own"
+        return ". This looks like one JSON array: write each game on a line of its own"
     return "" if line.startswith("{") else ". Games of PGN are read from files named .pgn"
+
+
+def _keys(record: dict[str, Any]) -> str:
+    return one_line(", ".join(record), QUOTED)
 
 
 def _short(value: Any) -> str:
@@ -180,7 +227,9 @@ class _Pairs(list[tuple[str, Any]]):
 
 _TAG = re.compile(r'\[\s*([A-Za-z]\w*)\s+".*"\s*\]$')
 _EVENT = re.compile(r'\[\s*(Event|Site|Date|Round|White|Black|Result|FEN|SetUp|Variant)\s+"')
-_ENDS = re.compile(r"(^|[\s)}])(1-0|0-1|1/2-1/2|1/2|½-½|\*)$")
+_JSON = re.compile(rb'\s*(\{\s*"[^"]*"\s*:|\[\s*[\[{"])')
+"""How lines of JSON begin, and no PGN: neither a comment in braces nor a tag."""
+_ENDS = re.compile(rf"(^|[\s)}}])({'|'.join(map(re.escape, RESULTS))})$")
 
 
 def _is_pgn(path: Path, head: bytes) -> bool:
@@ -247,6 +296,12 @@ class _Unpacked(io.RawIOBase):
         return len(content)
 
     def _damaged(self, error: Exception) -> DataError:
+        if "too much memory" in str(error):  # zstd's own words, seen with pyarrow 26: more than 128 MiB are not taken
+            file, again = (shlex.quote(str(each)) for each in (self.path, self.path.with_name(f"new-{self.path.name}")))
+            return DataError(
+                f"{self.path} was compressed with a long window (zstd --long), which is not read. Compress it again: "
+                f"zstd -dc --long=31 {file} | zstd -o {again}"
+            )
         return DataError(f"{self.path} is damaged or cut off ({str(error) or type(error).__name__}): copy it again")
 
 

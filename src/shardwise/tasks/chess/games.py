@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -74,12 +76,14 @@ def random_game(seed: int, index: int, max_plies: int) -> str:
 
 
 def _local(options: ChessData, key: str) -> list[Source]:
+    if address := next((path for path in getattr(options, key) if "://" in path), None):
+        raise DataError(f"data.{key}: {address} is an address: download it first, and name the file")
     paths = [Path(path) for path in getattr(options, key)]
-    real = [path.resolve() for path in paths]
+    real = [os.path.realpath(path) for path in paths]  # not Path.resolve: it fails at links that go in a circle
     if twice := [path for path, place in zip(paths, real, strict=True) if real.count(place) > 1]:
         raise DataError(f"data.{key} names {twice[0]} twice: its games would count twice")
     if key == "valid_paths":
-        trained_on = {Path(path).resolve() for path in options.paths}
+        trained_on = {os.path.realpath(path) for path in options.paths}
         if both := [path for path, place in zip(paths, real, strict=True) if place in trained_on]:
             raise DataError(
                 f"{both[0]} is in data.paths and in data.valid_paths: it would be validated on what it trained on"
@@ -115,8 +119,8 @@ class _Rows:
         for part in self.dataset.select_columns(columns).iter(batch_size=1000):
             fens = part[self.fen_column] if self.fen_column else [None] * len(part[self.column])
             for value, fen in zip(part[self.column], fens, strict=True):
-                where = f"{self.name}, row {self._read}: {self.column!r}"
-                yield Text(self._read, text_of(value, fen, where))
+                where = f"{self.name}, row {self._read}"
+                yield Text(self._read, text_of(value, fen, where, self.column, self.fen_column))
                 self._read += 1
 
 
@@ -211,6 +215,14 @@ def digests_of(texts: Sequence[str]) -> NDArray[np.uint64]:
         return texts.digests
     # Python's own hash: the fastest there is, and nothing of it leaves this process.
     return np.array([hash(text) % 2**64 for text in texts], np.uint64)
+
+
+def file_digests(texts: Sequence[str]) -> list[int]:
+    """A number for each file: the same for the same games in the same order, compressed or in another notation too."""
+    joined = texts.texts if isinstance(texts, _Subset) else texts
+    parts = joined.parts if isinstance(joined, _Joined) else []
+    digests = (hashlib.blake2b(part.digests.tobytes() or str(part.folder).encode(), digest_size=8) for part in parts)
+    return [int.from_bytes(digest.digest()) for digest in digests]
 
 
 class _Subset(Sequence[str]):

@@ -27,7 +27,7 @@ from shardwise.tasks.chess.examine import Found, Text, Wish, examine_all
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised when games are read, checked or kept in another way: what an older version has kept is not used then."""
 SHOWN = 5
 PROGRESS_SECONDS = 10.0

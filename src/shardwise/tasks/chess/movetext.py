@@ -11,6 +11,22 @@ from dataclasses import dataclass, field
 
 import chess
 
+from shardwise.errors import one_line
+from shardwise.tasks.chess.moveword import (
+    ALIKE,
+    ALONE,
+    NUMBER,
+    PLAIN,
+    QUOTED,
+    RESULTS,
+    UCI,
+    is_a_move,
+    move_of,
+    quoted,
+    spelled,
+    why_not,
+)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -100,27 +116,44 @@ def read_games(text: str) -> list[Game]:
     return list(_Reading(text).games())
 
 
+def stated_fen(text: str) -> str | None:
+    """The position that a text says before its first move; None: it says none."""
+    if raw := _RAW_FEN.match(text):
+        return raw[1]
+    for token in _TOKEN.finditer(text):
+        if (token["name"] or token["name2"]) == "FEN":
+            return (token["value"] or token["value2"] or "").strip() or None
+        if token["word"]:
+            break
+    return None
+
+
+def same_position(one: str, other: str) -> bool:
+    """Whether two FENs are the same but for the numbers of moves, which may be left out."""
+    try:
+        return chess.Board(one, chess960=True).epd() == chess.Board(other, chess960=True).epd()
+    except ValueError:
+        return one.split() == other.split()
+
+
+def has_several_moves(text: str) -> bool:
+    """Whether the main line of a text has two moves or more, and no number that says which."""
+    if len(text.split()) < 2:
+        return False
+    words, depth = [], 0
+    for token in _TOKEN.finditer(text):
+        depth += {"(": 1, ")": -1}.get(token["paren"], 0)
+        words += [token["word"]] if token["word"] and not depth else []
+    return sum(map(is_a_move, words)) > 1 and not any(map(NUMBER.match, words))
+
+
 def several(text: str, games: list[Game]) -> str:
     """That a text holds more than one game, in words."""
     second = games[1].plies[0]
     return (
         f"there are {len(games)} games in one text: after {len(games[0].plies)} half-moves another begins with "
-        f"{text[second.start : second.end]!r}"
+        f"{quoted(text[second.start : second.end])}"
     )
-
-
-def read_move(board: chess.Board, word: str) -> chess.Move | None:
-    """The legal move that a word says, in UCI or SAN; None if it says none."""
-    return _read(board, spelled(word))
-
-
-def first_move_of(text: str) -> str:
-    """The first word of a continuation that could be a move."""
-    for found in re.finditer(r"\S+", text):
-        word = _NUMBER.sub("", found.group())
-        if word and word not in _RESULTS:
-            return word
-    return ""
 
 
 _TOKEN = re.compile(
@@ -129,63 +162,18 @@ _TOKEN = re.compile(
       | (?P<tag> \[ \s* (?P<name> [A-Za-z]\w* ) \s+ " (?P<value> (?: [^"\\\n] | \\. )* ) " \s* \]
                | (?m:^) \[ [^\S\n]* (?P<name2> [A-Za-z]\w* ) [^\S\n]+ " (?P<value2> [^\n]* ) " [^\S\n]* \] [^\S\n]* (?m:$) )
       | (?P<paren> [()] )
+      | (?P<result> (?<!\S) (?: 1/2 | [01½] ) [ ] [-‐‑‒–—−] [ ] (?: 1/2 | [01½] ) (?!\S) )
       | (?P<word> [^\s(){}]+ )
       | (?P<stray> \} )""",
     re.VERBOSE,
 )
-_NUMBER = re.compile(r"^(\d+)(\.+|…)|^(\d+)$|^(\.+|…)(?!\d)")
-_SUFFIX = re.compile(r"(\$\d+|[!?‼⁇⁈⁉]+|e\.?p\.?)$")
-# Not in mixed case: B4c3 is a bishop's move in SAN.
-UCI = re.compile(r"(?:([a-h][1-8])[-x]?([a-h][1-8])|([A-H][1-8])[-X]?([A-H][1-8]))(?:=?([qrbnQRBN]))?$")
-_PLAIN = re.compile(r"[a-h][1-8][a-h][1-8][qrbn]?$")
-CASTLES = re.compile(r"[oO0]-?[oO0](-?[oO0])?(?![\w-])")
-_ALONE = re.compile(r"\$\d+|[!?]+|=|±|∓|⩲|⩱|∞|□|⌓|\+-|-\+|\+/-|-/\+|\+=|=\+|\+/=|=/\+|-\+-|--\+|\+--")
-"""What stands for itself between moves and is none: assessments."""
-_FIGURINES = str.maketrans(
-    {**dict(zip("♔♚♕♛♖♜♗♝♘♞", "KKQQRRBBNN", strict=True)), **dict.fromkeys("♙♟\ufe0e\ufe0f", "")}
-)
-_RESULTS = {
-    "*": "",
-    **dict.fromkeys(("1-0", "1–0"), "1-0"),
-    **dict.fromkeys(("0-1", "0–1"), "0-1"),
-    **dict.fromkeys(("1/2-1/2", "1/2–1/2", "1/2", "½-½", "½–½", "½"), "1/2-1/2"),
-}
 _RAW_FEN = re.compile(r"\s*(?:fen:?\s*)?((?:[1-8pnbrqkPNBRQK]+/){7}[1-8pnbrqkPNBRQK]+(?:\s+[wb]\s+\S+\s+\S+"
                       r"(?:\s+\d+\s+\d+(?!\S))?)?)", re.IGNORECASE)  # fmt: skip
-_USUAL_RULES = {"", "standard", "chess", "normal", "from position", "fromposition", "?", "-"}
+_USUAL_RULES = {"", "standard", "chess", "normal", "classical", "regular", "from position", "fromposition", "?", "-"}
 _CHESS960 = {"chess960", "chess 960", "fischerandom", "fischer random", "fischerrandom", "freestyle", "freestyle chess"}
 _NUMBERINGS = ("position", "one", "half-moves")
 FEWEST = 4
 """So many half-moves that are legal from the start again show that another game was joined on. Fewer may be chance."""
-
-
-def spelled(word: str) -> str:
-    """A word as a move is written, without signs of assessment, letters for figurines, and castling in one way."""
-    word = word.translate(_FIGURINES)
-    while len(shorter := _SUFFIX.sub("", word)) < len(word):
-        word = shorter
-    if castles := CASTLES.match(word):
-        word = castled(castles) + word[castles.end() :]
-    if word.startswith("P") and len(word) > 2:
-        word = word[1:]
-    return word[:-1] if word.endswith("++") else word
-
-
-def castled(word: re.Match[str]) -> str:
-    return "O-O-O" if word[1] else "O-O"
-
-
-def _read(board: chess.Board, word: str, plain: bool = False) -> chess.Move | None:
-    """`plain`: known to be in UCI as it is."""
-    try:
-        if plain:
-            return board.parse_uci(word)
-        if uci := UCI.match(word):
-            return board.parse_uci("".join(part or "" for part in uci.groups()).lower())
-        # python-chess takes "--" for a move that passes, which chess does not have.
-        return board.parse_san(word) or None
-    except ValueError:
-        return None
 
 
 class _Reading:
@@ -228,11 +216,15 @@ class _Reading:
                 continue
             elif token["tag"]:
                 name, value = (token["name"], token["value"]) if token["name"] else (token["name2"], token["value2"])
+                if name == "FEN" and name in self.tags and not (self.game.plies or self.game.result):
+                    if value.strip() and not same_position(self.tags[name], value):
+                        raise NotAGame(f"a second position to start from follows the first: {quoted(value)}", place)
+                    continue
                 if self.game.plies or self.game.result or name in self.tags:
                     yield self._ended(place)
                 self.tags[name] = value
             else:
-                yield from self._word(token["word"], place)
+                yield from self._word((token["result"] or token["word"]).replace(" ", ""), place)
         if depth:
             raise NotAGame("a variation begins here with ( and is not closed", opened)
         yield self._ended(len(self.text))
@@ -240,12 +232,15 @@ class _Reading:
     def _word(self, word: str, place: int) -> Iterator[Game]:
         """Yields the game before it, if it is the first of another."""
         end = place + len(word)
-        if word in _RESULTS:
-            self._result(_RESULTS[word], place)
+        word = word if word.isascii() else word.translate(ALIKE)
+        if word in RESULTS:
+            self._result(RESULTS[word], place)
             return
-        if not word[0].isalpha() and _ALONE.fullmatch(word):
+        if not word[0].isalpha() and ALONE.fullmatch(word):
             return
-        while not word[:1].isalpha() and (number := _NUMBER.match(word)):
+        while not word[:1].isalpha() and (number := NUMBER.match(word)):
+            if number[3] and len(number[3]) > 1 and not number[3].strip("0"):
+                break  # 00 is castling, 0000 a null move
             dots = number[2] or number[4] or "."
             value = number[1] or number[3]
             if (
@@ -255,19 +250,19 @@ class _Reading:
             ):
                 yield self._ended(place)
             if value:
-                self._number(int(value[:9]), black=len(dots) > 1 or dots == "…", place=place)
+                self._number(word, number, black=len(dots) > 1 or dots == "…", place=place)
             word = word[number.end() :]
-        form = word if (plain := _PLAIN.match(word) is not None) else spelled(word)
+        form = word if (plain := PLAIN.match(word) is not None) else spelled(word)
         if not form:
             return
         if self.over and self.game.plies:
             yield self._ended(place)
-        move = _read(self._position(place), form, plain)
+        move = move_of(self._position(place), form, plain)
         if move is None:
             yield self._doubtful(word, place)
-            move = _read(self._position(place), form, plain)
+            move = move_of(self._position(place), form, plain)
         if move is None:
-            raise self.doubt or _illegal(word, 0, place)
+            raise self.doubt or self._illegal(word, place)
         self._play(move, form, end - len(word), end)
 
     def _play(self, move: chess.Move, form: str, first: int, last: int) -> None:
@@ -286,8 +281,9 @@ class _Reading:
             raise NotAGame(f"a second result follows the first: {result or '*'}", place)
         self.game.result, self.over = result, bool(self.game.plies)
 
-    def _number(self, number: int, *, black: bool, place: int) -> None:
+    def _number(self, word: str, found: re.Match[str], *, black: bool, place: int) -> None:
         """Numbers count moves, from that of the position or from 1, or half-moves: one way throughout a game."""
+        number = int((found[1] or found[3])[:9])
         board, count = self._position(place), len(self.game.plies)
         black_began = (count % 2 == 0) == (board.turn == chess.BLACK)
         past = (count + black_began) // 2
@@ -297,9 +293,13 @@ class _Reading:
         self.numbered = True
         self.numbering &= {way for way, value in due.items() if value == number}
         if not self.numbering:
+            move = word[found.end() :]
+            if move and not is_a_move(move):
+                raise self._illegal(word, place)
+            written = f" ({quoted(word)})" if move else ""
             raise NotAGame(
-                f"move number {number} stands where {due['position']} is due, after {count} half-moves: moves are missing, or "
-                "belong to another game",
+                f"move number {number}{written} stands where {due['position']} is due, after {count} half-moves: moves "
+                "are missing, or belong to another game",
                 place,
             )
 
@@ -312,12 +312,17 @@ class _Reading:
     def _doubtful(self, word: str, place: int) -> Game:
         """The game before a move that it cannot have: what follows may be another game, which begins here."""
         count = len(self.game.plies)
-        illegal = _illegal(word, count, place)
+        illegal = self._illegal(word, place)
         if count < FEWEST or not self.game.start.is_usual:
             raise self.doubt or illegal
         ended = self._ended(place)
         self.doubt = illegal
         return ended
+
+    def _illegal(self, word: str, place: int) -> NotAGame:
+        why = why_not(self._position(place), word)
+        said = f"{quoted(word)} is not a legal move after {len(self.game.plies)} half-moves"
+        return NotAGame(f"{said}: {why}" if why else said, place)
 
     def _ended(self, place: int) -> Game:
         if self.doubt is not None and len(self.game.plies) < FEWEST:
@@ -331,15 +336,11 @@ class _Reading:
         return game
 
 
-def _illegal(word: str, count: int, place: int) -> NotAGame:
-    return NotAGame(f"{word!r} is not a legal move after {count} half-moves", place)
-
-
 def _start(tags: dict[str, str], place: int) -> Start:
     variant = tags.get("Variant", "").strip()
     chess960 = variant.lower() in _CHESS960
-    if not chess960 and variant.lower() not in _USUAL_RULES:
-        raise NotAGame(f"this is a game of {variant}; those of chess and Chess960 are read", place)
+    if not chess960 and variant.lower().removesuffix(" chess") not in _USUAL_RULES:
+        raise NotAGame(f"this is a game of {one_line(variant, QUOTED)}; those of chess and Chess960 are read", place)
     fen = tags.get("FEN", "").strip()
     if not fen:
         if chess960:
@@ -348,10 +349,10 @@ def _start(tags: dict[str, str], place: int) -> Start:
     try:
         board = chess.Board(fen, chess960=True)
     except ValueError as error:
-        raise NotAGame(f"{fen!r} is not a position of chess: {error}", place) from None
+        raise NotAGame(f"{quoted(fen)} is not a position of chess: {one_line(error, QUOTED)}", place) from None
     harmless = chess.STATUS_BAD_CASTLING_RIGHTS | chess.STATUS_INVALID_EP_SQUARE
     if board.status() & ~harmless:
-        raise NotAGame(f"{fen!r} is not a position that can be played from", place)
+        raise NotAGame(f"{quoted(fen)} is not a position that can be played from", place)
     board.chess960 = chess960 or board.has_chess960_castling_rights()
     start = Start(board.fen(), board.chess960)
     return USUAL if start.fen == chess.STARTING_FEN else start

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from shardwise.data.overlap import MOST, NEVER, Contents, SampleContents
 from shardwise.tasks.chess.config import ChessData
-from shardwise.tasks.chess.games import digests_of
+from shardwise.tasks.chess.games import digests_of, file_digests
 
 
 def game_contents(train: Sequence[str], valid: Sequence[str], options: ChessData) -> SampleContents:
@@ -20,6 +22,7 @@ def game_contents(train: Sequence[str], valid: Sequence[str], options: ChessData
         error_above=NEVER if held_out else MOST,
         held_out=held_out,
         files=[Path(path) for path in (*options.paths, *options.valid_paths)] if options.source == "local" else (),
+        file_numbers=np.array(file_digests(train) + ([] if held_out else file_digests(valid)), np.uint64),
     )
 
 

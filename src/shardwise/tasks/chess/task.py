@@ -35,7 +35,7 @@ from shardwise.tasks.chess.model import (
     look_at_language_model,
     split_language_model,
 )
-from shardwise.tasks.chess.movetext import read_move
+from shardwise.tasks.chess.moveword import read_move
 from shardwise.tasks.chess.overlap import game_contents
 from shardwise.tasks.chess.tokens import Encoded, GameTokenizer, MoveTokenizer, build_tokenizer
 from shardwise.tasks.packing import (

@@ -12,7 +12,8 @@ import chess
 
 from shardwise.errors import DataError, MissingExtra
 from shardwise.tasks.chess.config import ChessModel, ChessTokenizer
-from shardwise.tasks.chess.movetext import USUAL, Start, first_move_of, read_game
+from shardwise.tasks.chess.movetext import USUAL, Start, read_game
+from shardwise.tasks.chess.moveword import first_move_of
 
 
 @dataclass(frozen=True)
