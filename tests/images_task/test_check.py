@@ -142,6 +142,41 @@ def test_only_new_and_changed_files_are_looked_at_again(root: Path, monkeypatch:
     assert look() == ["0.png", "2.jpg"]
 
 
+@pytest.mark.parametrize("source", ["folder", "a saved data set", "files named in rows"])
+@pytest.mark.usefixtures("own_hub_cache")
+def test_a_changed_file_is_looked_at_again_though_its_size_and_time_were_kept(
+    root: Path, tmp_path: Path, source: str
+) -> None:
+    import datasets
+
+    file = root / "train" / "cat" / "1.jpg"
+    options: dict[str, Any] = {"source": "folder", "root": str(root)}
+    if source != "folder":
+        rows = datasets.Dataset.from_dict(
+            {"image": list(map(str, sorted((root / "train").rglob("*.jpg")))), "label": [0, 1] * 3}
+        )
+        rows = rows.cast_column("image", datasets.Image())
+        options = {"source": "hub", "dataset": str(tmp_path / "set"), "valid_split": "train"}
+        if source == "a saved data set":
+            rows.save_to_disk(tmp_path / "set")
+            file = next((tmp_path / "set").glob("*.arrow"))
+        else:
+            (tmp_path / "set").mkdir()
+            rows.select_columns(["image", "label"]).to_parquet(tmp_path / "set" / "train.parquet")
+
+    def look() -> None:
+        images = load_images(ImagesData.model_validate(options), 0, 32)
+        check_images(images.train)
+
+    look()
+    before, content = file.stat(), file.read_bytes()
+    start = content.find(b"JFIF") - 6 if source == "a saved data set" else 0
+    file.write_bytes(content[:start] + bytes(20) + content[start + 20 :])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match=r"^1 of 6 images cannot be used"):
+        look()
+
+
 def test_an_interrupted_check_leaves_no_half_file_and_keeps_what_it_found(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +202,23 @@ def test_a_record_that_cannot_be_read_is_made_anew(root: Path) -> None:
     record.write_bytes(b"\x93NUMPY")
     check_images(pictures_in(root))
     assert len(np.load(record)) == 6
+
+
+@pytest.mark.usefixtures("own_hub_cache")
+def test_a_file_named_in_a_row_that_is_gone_is_named_with_its_row(root: Path, tmp_path: Path) -> None:
+    import datasets
+
+    files = sorted((root / "train").rglob("*.jpg"))
+    (tmp_path / "set").mkdir()
+    rows = datasets.Dataset.from_dict({"image": list(map(str, files)), "label": [0, 1] * 3})
+    rows.to_parquet(tmp_path / "set" / "train.parquet")
+    files[2].unlink()
+    images = load_images(ImagesData(source="hub", dataset=str(tmp_path / "set"), valid_split="train"), 0, 32)
+    with pytest.raises(
+        DataError,
+        match=rf"set \(train\), row 2 cannot be read as an image: {files[2]} is gone, or a link that leads nowhere",
+    ):
+        check_images(images.train)
 
 
 def test_progress_is_told_while_many_images_are_checked(

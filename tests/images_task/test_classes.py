@@ -90,8 +90,41 @@ def test_an_image_in_two_classes_is_told_with_both_files(tmp_path: Path, said: A
     shutil.copy(tmp_path / "train" / "cat" / "1.png", tmp_path / "train" / "cat" / "again.png")
     task_in(tmp_path).prepare_data()
     (line,) = said()
-    assert line.startswith("1 training image stands in two classes or more. ")
+    assert line.startswith("1 image stands in two classes or more. ")
     assert "train/cat/" in line and "train/dog/same.png (dog), for example: one of the two labels is wrong" in line
+
+
+def test_an_image_of_one_class_to_train_on_and_of_another_to_validate_on_is_told(tmp_path: Path, said: Any) -> None:
+    write_images(tmp_path / "train", {"cat": 3, "dog": 3})
+    write_images(tmp_path / "valid", {"cat": 1, "dog": 1}, size=(30, 30))
+    shutil.copy(tmp_path / "train" / "cat" / "1.png", tmp_path / "valid" / "dog" / "same.png")
+    task_in(tmp_path).prepare_data()
+    assert said() == [
+        f"1 image stands in two classes or more. {tmp_path}/train/cat/1.png (cat) has the same content as "
+        f"{tmp_path}/valid/dog/same.png (dog), for example: one of the two labels is wrong"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("classes", "pairs"),
+    [
+        (["Cat", "cat", "dog"], "'Cat' and 'cat'"),
+        (["cat", "cat ", "dog"], "'cat' and 'cat '"),
+        (["icecream", "ice cream", "ICE CREAM"], "'ICE CREAM' and 'ice cream' and 'icecream'"),
+        (["Masse", "Maße", "cat", "car"], ""),
+    ],
+)
+def test_names_that_look_like_one_class_are_told_once(
+    tmp_path: Path, said: Any, classes: list[str], pairs: str
+) -> None:
+    write_images(tmp_path / "train", dict.fromkeys(classes, 2))
+    write_images(tmp_path / "valid", dict.fromkeys(classes, 1))
+    task_in(tmp_path).prepare_data()
+    line = (
+        f"the names of some classes differ in capitals or spaces alone: {pairs}. Each is learned as a class of its own: if they "
+        "are one, give them one name"
+    )
+    assert said() == ([line] if pairs else [])
 
 
 def test_what_is_unusual_about_images_is_told_once_with_an_example_at_every_start(tmp_path: Path, said: Any) -> None:
@@ -162,6 +195,72 @@ def test_declared_classes_keep_their_images_when_the_config_names_them_in_anothe
             found[data.pictures.open(index).getpixel((0, 0))[0]] = int(data.pictures.labels[index])
     assert [found[red] for red in range(4)] == labels
     assert task.classes == classes
+
+
+def splits(folder: Path, train: list[str], test: list[str] | None) -> Path:
+    """Two images of each class, saved with the classes declared in this order; without a name, numbers alone."""
+    import datasets
+    from PIL import Image
+
+    def part(names: list[str] | None, red: int) -> datasets.Dataset:
+        label = datasets.Value("int64") if names is None else datasets.ClassLabel(names=names)
+        numbers = [index % len(names or train) for index in range(6)]
+        images = [Image.new("RGB", (10, 12), (red + index, 0, 0)) for index in range(6)]
+        features = datasets.Features({"image": datasets.Image(), "label": label})
+        return datasets.Dataset.from_dict({"image": images, "label": numbers}, features)
+
+    datasets.DatasetDict(train=part(train, 0), test=part(test, 100)).save_to_disk(folder)
+    return folder
+
+
+def both(place: Path, *overrides: str) -> ImagesTask:
+    return task_of("task: images", "data.source=hub", f"data.dataset={place}", "data.valid_split=test", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [([], [1, 0]), (["cat", "dog"], [1, 0]), (["dog", "cat"], [0, 1]), (["Felis", "Canis"], [1, 0])],
+)
+def test_splits_that_declare_their_classes_in_different_orders_are_mapped_by_name(
+    tmp_path: Path, classes: list[str], labels: list[int]
+) -> None:
+    place = splits(tmp_path / "set", ["cat", "dog"], ["dog", "cat"])
+    task = both(place, *([f"data.classes={classes}"] if classes else []))
+    assert task.classes == (classes or ["cat", "dog"])
+    assert task.valid_data().pictures.labels.tolist() == labels * 3
+    assert task.train_data().pictures.labels.tolist() == labels[::-1] * 3
+
+
+@pytest.mark.parametrize(
+    ("test", "classes", "label"),
+    [
+        (["cat", "eel"], "", "'eel'"),
+        (["kitten", "puppy"], "", "'kitten'"),
+        (["kitten", "puppy"], "[a, b]", "'kitten'"),
+        (None, "", "0"),
+        (None, "[dog, cat]", "0"),
+    ],
+)
+def test_a_split_with_classes_that_training_does_not_have_is_refused(
+    tmp_path: Path, test: list[str] | None, classes: str, label: str
+) -> None:
+    place = splits(tmp_path / "set", ["cat", "dog"], test)
+    with pytest.raises(DataError, match=rf"set \(test\), row \d: label {label} is not one of the 2 classes"):
+        both(place, *([f"data.classes={classes}"] if classes else [])).valid_data()
+
+
+def test_classes_that_take_the_place_of_declared_ones_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shardwise")
+    place = splits(tmp_path / "set", ["cat", "dog"], ["cat", "dog"])
+    both(place, "data.classes=[dog, cat]").train_data()
+    assert "is called" not in caplog.text, "these are the names that are declared"
+    both(place, "data.classes=[a, b]").train_data()
+    assert [record.getMessage() for record in caplog.records if "is called" in record.getMessage()] == [
+        "data.classes has none of the names that the data set declares, and stands in their place: cat is called a, dog is "
+        "called b"
+    ]
 
 
 @pytest.mark.usefixtures("own_hub_cache")

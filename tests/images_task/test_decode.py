@@ -230,6 +230,13 @@ def test_values_that_do_not_fit_into_eight_bits_are_refused_and_not_cut_off(
             look(content, "scan.tif")
 
 
+def test_grey_of_16_bits_is_refused_with_and_without_transparency() -> None:
+    for look in (decode, inspect):
+        with pytest.raises(DataError, match=r"scan.png .*more than 8 bits per value \(mode LA;16B\); convert it to 8"):
+            look(png_16_bit(4, (300, 65535), (40000, 65535)), "scan.png")
+        look(png_16_bit(6, (300, 0, 0, 65535), (40000, 0, 0, 65535)), "colour.png")
+
+
 # ---------------------------------------------------------------- size, and further frames
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from shardwise.errors import DataError
+from shardwise.tasks.images import folder as module
 from shardwise.tasks.images.check import check_images
 from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.pictures import ImageData
@@ -82,6 +84,25 @@ def test_another_folder_beside_train_is_mentioned_where_there_is_no_validation_f
     assert len(said()) == 1, "with a validation folder, test is what it says"
 
 
+# ---------------------------------------------------------------- names of classes
+
+COMPOSED, DECOMPOSED = (unicodedata.normalize(form, "Müller") for form in ("NFC", "NFD"))
+
+
+def test_a_name_with_an_accent_is_one_class_in_either_way_to_write_it(root: Path, said: Any) -> None:
+    write_images(root / "train", {COMPOSED: 2, DECOMPOSED: 3})
+    write_images(root / "valid", {"cat": 1, DECOMPOSED: 1})
+    for options in ({}, {"classes": ["cat", "dog", DECOMPOSED]}):
+        images = load(root, **options)
+        assert images.classes == options.get("classes", [COMPOSED, "cat", "dog"])
+        number = [unicodedata.normalize("NFC", name) for name in images.classes].index(COMPOSED)
+        assert images.train.labels.tolist().count(number) == 5
+        assert number in images.valid.labels.tolist()
+    assert said() == []
+    with pytest.raises(ValueError, match="classes has a name twice"):
+        ImagesData(source="folder", root="x", classes=[COMPOSED, DECOMPOSED])
+
+
 # ---------------------------------------------------------------- what lies in the folders
 
 
@@ -113,6 +134,38 @@ def test_images_of_kinds_that_are_not_read_are_told_apart_from_other_files(root:
         "them to PNG or JPEG to train on them",
         f"{root}/train: 1 files do not end as images do and are left out, labels.csv first",
     ]
+
+
+@pytest.mark.parametrize("name", ["photo", "photo.jpg_large", "photo.2024"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF"])
+def test_images_that_do_not_end_as_such_are_counted_in_a_warning(root: Path, name: str, kind: str, said: Any) -> None:
+    for folder in ("cat", "dog"):
+        Image.new("RGB", (9, 9)).save(root / "train" / folder / name, kind)
+        (root / "train" / folder / "LICENSE").write_text("You may look at the cats.")
+    load(root)
+    assert said() == [
+        f"{root}/train: 2 files hold images, but do not end as images do, and are left out: {root}/train/cat/{name} for example. "
+        "Rename them, to .jpg for example, to train on them",
+        f"{root}/train: 2 files do not end as images do and are left out, LICENSE first",
+    ]
+
+
+def test_of_many_files_of_one_ending_some_are_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    monkeypatch.setattr(module, "LOOKED_AT", 3)
+    opened: list[str] = []
+    original = Image.open
+
+    def open_image(file: Any, *args: Any, **options: Any) -> Any:
+        opened.append(Path(file).suffix)
+        return original(file, *args, **options)
+
+    monkeypatch.setattr(Image, "open", open_image)
+    for number in range(5):
+        (root / "train" / "cat" / f"{number}.txt").write_text("a cat")
+        (root / "train" / "cat" / f"{number}").write_text("a cat")
+    os.mkfifo(root / "train" / "dog" / "pipe")
+    load(root)
+    assert sorted(opened) == [""] * 5 + [".txt"] * 3
 
 
 @pytest.mark.parametrize("ending", [".JPG", ".Jpeg", ".jfif", ".jpe", ".TIFF", ".PGM"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,7 @@ def test_labels_that_are_not_declared_are_the_values_that_there_are(
             {"image_column": "kind"},
             r"data.image_column: 'kind' of .* does not hold images, but Value\('int64'\)",
         ),
-        ([0, 1], {"split": "tran"}, r"data.dataset: .* \(split 'tran'\) .*tran"),
+        ([0, 1], {"split": "tran"}, r"data.dataset: .* has no split 'tran'; it has train"),
     ],
 )
 def test_what_is_wrong_with_a_data_set_is_said(
@@ -222,12 +223,80 @@ def test_what_is_wrong_with_a_data_set_is_said(
         rows(write_rows(tmp_path / "set", labels), **options)
 
 
+def saved(folder: Path, images: Any, labels: list[Any], kind: Any = None) -> Path:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"picture": images, "kind": labels})
+    (rows if kind is None else rows.cast_column("kind", kind)).save_to_disk(folder)
+    return folder
+
+
+def pixels(number: int, value: int = 7) -> list[Any]:
+    return [np.full((9, 9, 3), value + index).tolist() for index in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "numbers"),
+    [
+        ([0.0, 1.0, 1.0, 0.0], [], [0, 1, 1, 0]),
+        ([0.0, 1.0, 1.0, 0.0], ["a", "b"], [0, 1, 1, 0]),
+        ([10.0, 9.0, 9.0, 10.0], [], [1, 0, 0, 1]),
+        ([True, False, False, True], ["no", "yes"], [1, 0, 0, 1]),
+        (["Mu\u0308ller", "b", "b", "M\u00fcller"], [], [0, 1, 1, 0]),
+    ],
+)
+def test_whole_numbers_truth_and_accents_are_classes_however_they_are_stored(
+    tmp_path: Path, labels: list[Any], classes: list[str], numbers: list[int]
+) -> None:
+    images = rows(saved(tmp_path / "set", pixels(4), labels), classes=classes, valid_split="train")
+    assert images.train.labels.tolist() == numbers
+    assert images.classes == classes or "." not in "".join(images.classes)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (
+            [0.0, 0.5, 1.0],
+            r"set \(train\), row 1: label 0.5 \('kind'\) is no whole number, but a quantity, and no class",
+        ),
+        ([0.0, float("nan"), 1.0], r"set \(train\), row 1 has no label \('kind' is nan\): leave such rows out"),
+        ([0.0, None, 1.0], r"set \(train\), row 1 has no label \('kind' is None\)"),
+        (
+            [[0], [1], [0, 1]],
+            r"data.label_column: 'kind' of .* holds List\(.*int64.*\), and not one class per image: name a",
+        ),
+        ([{"a": 1}] * 3, r"data.label_column: 'kind' of .* holds \{'a': .*\}, and not one class per image"),
+        ([b"0", b"1", b"0"], r"data.label_column: 'kind' of .* holds Value\('binary'\), and not one class per image"),
+    ],
+)
+def test_labels_that_are_no_classes_are_an_error(tmp_path: Path, labels: list[Any], message: str) -> None:
+    place = saved(tmp_path / "set", pixels(3), labels)
+    for classes in ([], ["a", "b"]):
+        with pytest.raises(DataError, match=message):
+            rows(place, classes=classes)
+
+
+@pytest.mark.parametrize("value", [-1, 256, 70_000])
+def test_arrays_of_numbers_are_images_where_they_fit_into_bytes(tmp_path: Path, value: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images = rows(saved(tmp_path / "set", pixels(3, 253), [0, 1, 0]), valid_split="train")
+    assert [images.train.open(index).getpixel((0, 0)) for index in range(3)] == [
+        (each,) * 3 for each in (253, 254, 255)
+    ]
+    with pytest.raises(
+        DataError, match=r"data.image_column: 'picture' .* does not hold images, .* outside 0 to 255: choose"
+    ):
+        rows(saved(tmp_path / "other", pixels(1, value) * 2, [0, 1]))
+
+
 def test_a_data_set_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import huggingface_hub.constants
 
     with pytest.raises(
-        DataError, match=r"data.dataset: '.*nothing' \(split 'train'\) is neither a folder that `datasets` can"
+        DataError, match=r"data.dataset: '.*nothing' \(split 'train'\) is neither a folder .* nor a name on the hub"
     ):
         rows(tmp_path / "nothing")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -43,13 +43,17 @@ def hub_names(config: Config) -> list[HubName]:
             name = getattr(getattr(config, block), field)
             if name is None or Path(name).exists():
                 continue
-            if not _REPOSITORY.fullmatch(name):
+            if not looks_like_a_hub_name(name):
                 raise ConfigError(
                     f"{block}.{field}: there is no folder {name} (looked for from {Path.cwd()}), and it is no name on the hub: "
                     "those look like owner/name"
                 )
             found.append(HubName(kind, name, f"{block}.{field}"))
     return found
+
+
+def looks_like_a_hub_name(name: str) -> bool:
+    return _REPOSITORY.fullmatch(name) is not None
 
 
 def use_fetched(config: AnyConfig) -> AnyConfig:

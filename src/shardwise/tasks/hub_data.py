@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from shardwise.config.schema import DataBlock, hub_name
+from shardwise.config.schema import DataBlock, PathText, hub_name
 
 
 class HubData(DataBlock):
     source: str = Field(description="Where the samples come from; a block narrows it, and one of its values is hub.")
-    dataset: str | None = Field(
+    dataset: PathText | None = Field(
         None,
-        description="hub: name of the data set, or a folder that `datasets` can read.",
+        description="hub: name of the data set, or a folder that `datasets` can read or has saved.",
         json_schema_extra=hub_name("dataset"),
     )
     split: str = Field("train", description="hub: which split to train on.")

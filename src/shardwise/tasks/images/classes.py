@@ -8,15 +8,15 @@ import numpy as np
 
 from shardwise.errors import DataError
 from shardwise.tasks.images.check import Checked
+from shardwise.tasks.images.names import SHOWN, tell_alike
 from shardwise.tasks.images.pictures import ImageData
 
 log = logging.getLogger(__name__)
 
-SHOWN = 5
-
 
 def check_classes(images: ImageData, classes: list[str]) -> None:
-    """Which classes have images to train and to validate on."""
+    """Which classes have images to train and to validate on, and whether each is one."""
+    tell_alike(classes)
     train, valid = (np.bincount(part.labels, minlength=len(classes)) > 0 for part in (images.train, images.valid))
     if untrained := _named(classes, valid & ~train):
         raise DataError(
@@ -36,20 +36,26 @@ def check_classes(images: ImageData, classes: list[str]) -> None:
         log.warning(f"there is no validation image of {unjudged}: the accuracy says nothing about it")
 
 
-def tell_conflicts(images: ImageData, classes: list[str], checked: Checked | None) -> None:
-    """The same file in two classes: one of its labels is wrong."""
-    if checked is None:
+def tell_conflicts(images: ImageData, classes: list[str], checked: list[Checked | None]) -> None:
+    """The same file in two classes, to train or to validate on: one of its labels is wrong."""
+    known = [(part, each.contents) for part, each in zip((images.train, images.valid), checked, strict=True) if each]
+    if not known:
         return
-    order = np.lexsort((images.train.labels, checked.contents))
-    contents, labels = checked.contents[order], images.train.labels[order]
+    all_labels = np.concatenate([part.labels for part, _ in known])
+    all_contents = np.concatenate([contents for _, contents in known])
+    names = [(part, index) for part, _ in known for index in range(len(part))]
+    order = np.lexsort((all_labels, all_contents))
+    contents, labels = all_contents[order], all_labels[order]
     conflicts = np.flatnonzero((contents[1:] == contents[:-1]) & (labels[1:] != labels[:-1]))
     if len(conflicts):
-        one, other = (int(order[place]) for place in (conflicts[0], conflicts[0] + 1))
+        one, other = (
+            f"{names[number][0].name(names[number][1])} ({classes[all_labels[number]]})"
+            for number in order[conflicts[0] : conflicts[0] + 2]
+        )
         files = len(np.unique(contents[conflicts]))
         log.warning(
-            f"{files} training image{'s stand' if files > 1 else ' stands'} in two classes or more. {images.train.name(one)} "
-            f"({classes[images.train.labels[one]]}) has the same content as {images.train.name(other)} "
-            f"({classes[images.train.labels[other]]}), for example: one of the two labels is wrong"
+            f"{files} image{'s stand' if files > 1 else ' stands'} in two classes or more. {one} has the same content as "
+            f"{other}, for example: one of the two labels is wrong"
         )
 
 

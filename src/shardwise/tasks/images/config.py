@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from unicodedata import normalize
 
 from pydantic import Field, model_validator
 
@@ -80,7 +81,7 @@ class ImagesData(HubData):
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> ImagesData:
-        if len(set(self.classes)) != len(self.classes):
+        if len({normalize("NFC", name) for name in self.classes}) != len(self.classes):
             raise ValueError("classes has a name twice")
         if len(self.classes) == 1:
             raise ValueError("classes has one name: with one class there is nothing to tell apart")

@@ -106,10 +106,11 @@ def _opened(source: Path | bytes, name: str) -> Iterator[Image.Image]:
 
 
 def _upright(image: Image.Image, name: str) -> Image.Image:
+    deep = image.mode if image.mode in DEEP_MODES else _deep_grey(image)
     image.load()  # which turns a TIFF by itself and removes its tag (Pillow 13)
-    if image.mode in DEEP_MODES:
+    if deep or image.mode in DEEP_MODES:
         raise DataError(
-            f"{name} cannot be read as an image: it has more than 8 bits per value (mode {image.mode}); convert it to 8, "
+            f"{name} cannot be read as an image: it has more than 8 bits per value (mode {deep or image.mode}); convert it to 8, "
             "so that you choose which of its values become black and white"
         )
     try:
@@ -118,6 +119,17 @@ def _upright(image: Image.Image, name: str) -> Image.Image:
         return image
     turn = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if turn is None else image.transpose(turn)
+
+
+def _deep_grey(image: Image.Image) -> str:
+    """How the file has its values, if these are grey, transparent and of more than 8 bits: Pillow takes them down to 8 when it
+    decodes them (13.0)."""
+    stored = {
+        str(part)
+        for _, _, _, how in getattr(image, "tile", None) or ()
+        for part in (how if isinstance(how, tuple) else [how])
+    }
+    return next((part for part in stored if part.startswith("LA;16")), "")
 
 
 def _flat(image: Image.Image, background: Background) -> Image.Image:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from PIL import Image
 from shardwise.errors import DataError
 from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.decode import WHITE, Background, Facts, decode, inspect
-from shardwise.tasks.images.pictures import Pictures
+from shardwise.tasks.images.names import numbers_of, one_form
+from shardwise.tasks.images.pictures import Pictures, file_key
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,10 @@ NOT_READ = {
     *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".raw", ".dcm", ".npy", ".npz", ".nii", ".mat"),
 }
 """Endings of files that hold images all the same: somebody may think that they are trained on."""
+FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
+"""Pillow's names of those that are looked for in files with other endings."""
+LOOKED_AT = 100
+"""Files of each other ending whose content is looked at; those without any ending are all looked at."""
 VALIDATION = ("valid", "val", "validation")
 LEFT_BY_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
 """In lower case. Hidden files and folders are left out as well: .DS_Store, .ipynb_checkpoints, which holds copies."""
@@ -44,16 +49,7 @@ class Files(Pictures):
         return str(self.files[index])
 
     def key(self, index: int) -> str:
-        file = self.files[index]
-        try:
-            facts = file.stat()
-        except OSError as error:
-            gone = isinstance(error, FileNotFoundError)
-            reason = "it is gone, or a link that leads nowhere" if gone else error.strerror
-            raise DataError(f"{file} cannot be read as an image: {reason}") from None
-        if not stat.S_ISREG(facts.st_mode):  # reading a pipe would wait forever
-            raise DataError(f"{file} cannot be read as an image: it is not a file but a pipe, a socket or a device")
-        return f"{file.absolute()}/{facts.st_size}/{facts.st_mtime_ns}"
+        return file_key(self.files[index], self.name(index))
 
     def inspect(self, index: int) -> Facts:
         try:
@@ -74,8 +70,8 @@ def read_folder(options: ImagesData) -> tuple[list[str], Files, Files | None]:
             f"data.root: {root} has no folder train (it has {_listed([path.name for path in root.iterdir()])}): "
             "put the class folders into train/"
         )
-    found = _class_folders(train)
-    classes = options.classes or found
+    found = list(dict.fromkeys(map(one_form, _class_folders(train))))
+    classes = options.classes or sorted(found)
     if len(classes) < 2:
         raise DataError(f"{train} holds {len(classes)} class folders: to tell classes apart, it needs two or more")
     valid = _one_of(root, VALIDATION)
@@ -101,7 +97,7 @@ def _one_of(root: Path, names: tuple[str, ...]) -> Path | None:
 def _mention_other_folders(root: Path, train: Path, classes: set[str], share: float) -> None:
     """Those with folders of the same classes, such as test: did somebody mean to validate on them?"""
     beside = [name for name in _class_folders(root) if name != train.name]
-    if others := [name for name in beside if classes & set(_class_folders(root / name))]:
+    if others := [name for name in beside if classes & set(map(one_form, _class_folders(root / name)))]:
         log.warning(
             f"{root}: {_listed(others)} beside {train.name} is not read; {share:.0%} of every class of {train.name} is held "
             f"out for validation. A folder named {VALIDATION[0]} would be validated on instead"
@@ -121,9 +117,9 @@ def _files(folder: Path, classes: list[str], background: Background) -> Files:
     files: list[Path] = []
     labels: list[int] = []
     others: list[Path] = []
-    numbers = {name: number for number, name in enumerate(classes)}
+    numbers = numbers_of(classes)
     for name in _class_folders(folder):
-        if name not in numbers:
+        if one_form(name) not in numbers:
             near = difflib.get_close_matches(name, classes, 1)
             raise DataError(
                 f"{folder / name}: there is no class {name!r} {'in data.classes or ' if folder.name.lower() == 'train' else ''}"
@@ -137,7 +133,7 @@ def _files(folder: Path, classes: list[str], background: Background) -> Files:
                 f"{folder / name} has no images (files ending in {' '.join(sorted(ENDINGS))}): add some, or remove the folder"
             )
         files += images
-        labels += [numbers[name]] * len(images)
+        labels += [numbers[one_form(name)]] * len(images)
     if not files:
         raise DataError(f"{folder} holds no class folders: it needs one per class, with the images in them")
     _mention_left_out(folder, others)
@@ -155,8 +151,32 @@ def _mention_left_out(folder: Path, others: list[Path]) -> None:
             f"{folder}: {len(images)} files are of kinds that are not read, and are left out: {images[0]} for example. Convert "
             "them to PNG or JPEG to train on them"
         )
-    if rest := [path for path in others if path.suffix.lower() not in NOT_READ]:
+    rest = [path for path in others if path.suffix.lower() not in NOT_READ]
+    if unnamed := _images_by_content(rest):
+        log.warning(
+            f"{folder}: {len(unnamed)} files hold images, but do not end as images do, and are left out: {unnamed[0]} for "
+            "example. Rename them, to .jpg for example, to train on them"
+        )
+        found = set(unnamed)
+        rest = [path for path in rest if path not in found]
+    if rest:
         log.info(f"{folder}: {len(rest)} files do not end as images do and are left out, {rest[0].name} first")
+
+
+def _images_by_content(files: list[Path]) -> list[Path]:
+    """Those that begin as images do. Of each ending, some are looked at: there may be a text beside every image."""
+    found: list[Path] = []
+    looked_at: Counter[str] = Counter()
+    for file in files:
+        looked_at[file.suffix.lower()] += 1
+        if (file.suffix and looked_at[file.suffix.lower()] > LOOKED_AT) or not file.is_file():
+            continue
+        try:
+            with Image.open(file, formats=FORMATS):
+                found.append(file)
+        except Exception:  # Pillow's plugins raise what they like
+            continue
+    return found
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -60,6 +62,20 @@ class Subset(Pictures):
 
     def inspect(self, index: int) -> Facts:
         return self.whole.inspect(int(self.indices[index]))
+
+
+def file_key(file: Path, name: str) -> str:
+    """Changes whenever the file does. Copying tools set the time of a change at will, the time of the entry nobody does."""
+    try:
+        facts = file.stat()
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
+        reason = "is gone, or a link that leads nowhere" if gone else f"cannot be looked at ({error.strerror})"
+        it = "it" if name == str(file) else str(file)
+        raise DataError(f"{name} cannot be read as an image: {it} {reason}") from None
+    if not stat.S_ISREG(facts.st_mode):  # reading a pipe would wait forever
+        raise DataError(f"{name} cannot be read as an image: it is not a file but a pipe, a socket or a device")
+    return f"{file.absolute()}/{facts.st_size}/{facts.st_mtime_ns}/{facts.st_ctime_ns}"
 
 
 @dataclass(frozen=True)

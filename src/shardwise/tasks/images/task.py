@@ -81,7 +81,7 @@ class ImagesTask(Task):
         self._checked = check_images(*parts)
         chosen = "background" in options.model_fields_set
         tell_traits(parts, self._checked, str(options.background), chosen=chosen)
-        tell_conflicts(images, self.classes, self._checked[0])
+        tell_conflicts(images, self.classes, self._checked)
 
     def train_data(self) -> Views:
         return Views(self._images.train, self.look, training=True)
