@@ -149,27 +149,6 @@ def test_where_a_game_starts_can_stand_under_a_key_of_its_own(tmp_path: Path) ->
         read(tmp_path / "a.jsonl", content, fen_column="start")
 
 
-def test_games_that_are_trained_and_validated_on_are_told(tmp_path: Path) -> None:
-    games = [random_game(1, index, 8) for index in range(200)]
-    assert read(tmp_path / "a.jsonl", json_lines(*games))[1] == []
-    assert read(tmp_path / "a.jsonl", json_lines(*games, *games[:50]))[1] == [
-        "50 of the 250 games to train on are copies of others, move by move"
-    ]
-    san = "1. Nf3 {the game that `read` validates on} Nf6"
-    assert read(tmp_path / "a.jsonl", json_lines(*games, san))[1] == [
-        "1 of the 1 games to validate on are trained on too, move by move: validation will look better than it is. Remove the "
-        "copies"
-    ]
-    said: list[str] = []
-    write(tmp_path / "b.jsonl", *games, *games)
-    load_games(
-        ChessData(source="local", paths=[str(tmp_path / "b.jsonl")], valid_fraction=0.1), seed=0, tell=said.append
-    )
-    assert len(said) == 2
-    assert "of the 40 games to validate on are trained on too" in said[0]
-    assert "of the 360 games to train on are copies of others" in said[1]
-
-
 def test_a_hugging_face_data_set_is_read_with_lists_of_moves_too(tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()

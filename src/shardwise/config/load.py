@@ -170,8 +170,8 @@ def _refuse_hidden_methods(task_class: type, where: str) -> None:
         value = getattr(task_class, name)
         if not name.startswith("_") and callable(method) and not callable(value):
             raise ConfigError(
-                f"{where}: {task_class.__name__}.{name} is {value!r:.60}, but {name}() is a method of every task, which shardwise "
-                "calls. Give the attribute another name"
+                f"{where}: {task_class.__name__}.{name} is {value!r:.60}, but {name}() is a method of every task, which "
+                "shardwise calls. Give the attribute another name"
             )
 
 
