@@ -31,6 +31,8 @@ class Subject:
 class Split:
     train: list[Subject]
     valid: list[Subject]
+    held_out: bool
+    """Whether the seed has chosen who is validated on, out of all subjects."""
 
     @property
     def all(self) -> list[Subject]:
@@ -226,7 +228,7 @@ def _hold_out(subjects: list[Subject], share: float, seed: int) -> Split:
             "there must be two or more"
         )
     train, valid = ([subjects[index] for index in part] for part in hold_out(len(subjects), share, seed))
-    return Split(train, valid)
+    return Split(train, valid, held_out=True)
 
 
 def _apart(train: list[Subject], valid: list[Subject]) -> Split:
@@ -234,4 +236,4 @@ def _apart(train: list[Subject], valid: list[Subject]) -> Split:
     trained = {subject.image.resolve() for subject in train}
     if both := [subject for subject in valid if subject.image.resolve() in trained]:
         raise several([f"{subject.image} is also in train/: remove it from one of the two" for subject in both])
-    return Split(train, valid)
+    return Split(train, valid, held_out=False)
