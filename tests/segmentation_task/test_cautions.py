@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -149,3 +150,39 @@ def test_the_same_name_in_both_parts_is_told(tmp_path: Path, caplog: pytest.LogC
         f"{tmp_path}/train/train-1 for example; if they are the same people, the validation is too good: "
         "remove them from one of the two"
     ]
+
+
+@pytest.mark.parametrize("name", ["test", "vald"])
+def test_subjects_beside_train_that_are_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    write_folder(tmp_path, train=3, valid=1)
+    for other in ("notes", "__MACOSX", ".git"):
+        (tmp_path / other).mkdir()
+    assert warnings_of(folder_task(tmp_path), caplog) == []
+    (tmp_path / "valid").rename(tmp_path / name)
+    assert warnings_of(folder_task(tmp_path), caplog) == [
+        f"{tmp_path}: {name}/ beside train/ is not read; 20% of the subjects in train/ are held out for validation. "
+        "A folder valid/ would be validated on instead"
+    ]
+    write_folder(tmp_path, train=0, valid=1)
+    assert warnings_of(folder_task(tmp_path), caplog) == [], "as it is with a test set beside both"
+
+
+@pytest.mark.parametrize("name", ["background", "Background", "BG"])
+def test_a_background_that_is_not_the_first_class_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    write_folder(tmp_path, train=2, valid=1)
+    assert warnings_of(folder_task(tmp_path, f"data.classes=[lesion, {name}]"), caplog) == [
+        f"class 1 is named '{name}', but the background is class 0, here 'lesion', which counts for no Dice: put the names "
+        "in the order of the labels' numbers"
+    ]
+    assert warnings_of(folder_task(tmp_path, f"data.classes=[{name}, lesion]"), caplog) == []
+
+
+def test_the_background_of_a_dataset_json_is_looked_at_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    content = json.loads(file.read_text()) | {"labels": {"0": "tumour", "1": "left ventricle", "2": "background"}}
+    file.write_text(json.dumps(content))
+    assert warnings_of(msd_task(tmp_path), caplog)[0].startswith("class 2 is named 'background', but the background is")

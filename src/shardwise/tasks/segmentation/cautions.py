@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
 from shardwise.tasks.segmentation.nifti import Grid, by
-from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject
+from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject, alike, unread_folders
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,26 @@ def warn_of_shared_names(split: Split) -> None:
             f"{known[both[0].name].image.parent} for example; if they are the same people, the validation is too good: "
             "remove them from one of the two"
         )
+
+
+def warn_of_unread_folders(root: Path, share: float) -> None:
+    """Where a share of train/ is held out: did somebody mean to validate on those in test/?"""
+    if others := unread_folders(root):
+        log.warning(
+            f"{root}: {_list([f'{name}/' for name in others])} beside train/ is not read; {share:.0%} of the subjects in "
+            "train/ are held out for validation. A folder valid/ would be validated on instead"
+        )
+
+
+def warn_of_misplaced_background(classes: Sequence[str]) -> None:
+    names = [alike(name) for name in classes]
+    for name in ("background", "bg"):
+        if name in names[1:]:
+            number = names.index(name, 1)
+            log.warning(
+                f"class {number} is named {classes[number]!r}, but the background is class 0, here {classes[0]!r}, which "
+                "counts for no Dice: put the names in the order of the labels' numbers"
+            )
 
 
 def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
