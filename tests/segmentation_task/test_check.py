@@ -101,6 +101,55 @@ def test_a_label_that_lies_elsewhere_in_space_is_named(root: Path) -> None:
     folder_task(root).prepare_data()
 
 
+def test_a_header_without_orientation_is_said_to_be_the_reason(root: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(a_volume((16, 16, 16))[0], None), image_of(root))
+    message = complaint(root)
+    assert message.startswith(f"{label_of(root)} lies ") and message.endswith(
+        "(the header of img.nii.gz has no orientation, qform and sform code are 0): convert it again"
+    )
+
+
+def write_in_units(root: Path, size: float, unit: str | None) -> None:
+    for file, voxels in zip((image_of(root), label_of(root)), a_volume((16, 16, 16)), strict=True):
+        volume = nibabel.Nifti1Image(voxels, np.diag([size, size, size, 1]))
+        volume.header.set_xyzt_units(unit)
+        nibabel.save(volume, file)
+
+
+@pytest.mark.parametrize(("size", "unit"), [(0.001, "meter"), (1000.0, "micron")])
+def test_headers_in_other_units_are_resampled_as_those_in_millimetres(root: Path, size: float, unit: str) -> None:
+    write_in_units(root, size, unit)
+    settings = ["data.spacing=[1, 1, 1.7]", "data.spatial_mode=patches", "data.size=[8, 8, 8]"]
+    task = folder_task(root, *settings)
+    task.prepare_data()
+    volumes = task.train_data().volumes
+    assert volumes[0]["image"].shape == volumes[1]["image"].shape == (1, 16, 16, 10)
+
+
+@pytest.mark.parametrize("mode", ["patches", "resize"])
+@pytest.mark.parametrize(
+    ("size", "unit", "said"),
+    [
+        (0.001, None, "0.001×0.001×0.001 mm, and 1×1×1 after data.spacing [1.0, 1.0, 2.0], which leaves nothing of it"),
+        (
+            1000.0,
+            None,
+            "1000×1000×1000 mm, and 16000×16000×8000 after data.spacing [1.0, 1.0, 2.0], which takes 15,259 GiB",
+        ),
+        (1.0, "meter", "1000×1000×1000 mm (its header is in meter), and 16000×16000×8000 after data.spacing"),
+        (1.0, "micron", "0.001×0.001×0.001 mm (its header is in micron), and 1×1×1 after data.spacing"),
+    ],
+)
+def test_a_size_after_resampling_that_cannot_be_meant_is_named(
+    root: Path, size: float, unit: str | None, said: str, mode: str
+) -> None:
+    write_in_units(root, size, unit)
+    message = complaint(root, "data.spacing=[1, 1, 2]", f"data.spatial_mode={mode}")
+    assert message.startswith(f"{image_of(root)} has 16×16×16 voxels of {said}")
+    assert message.endswith("mend size and unit of the voxels in its header, or set another data.spacing")
+    folder_task(root).prepare_data()
+
+
 def test_labels_outside_the_classes_are_named_by_value(root: Path) -> None:
     label = a_volume((16, 16, 16))[1]
     label[0, 0, :3] = (3, 7, 7)

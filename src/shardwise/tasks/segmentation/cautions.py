@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
-from shardwise.tasks.segmentation.nifti import Grid, by
+from shardwise.tasks.segmentation.nifti import by, mm
 from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject, alike, unread_folders
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -
         return
     kinds.sort(key=lambda kind: -len(kind[1]))
     lines = [
-        f"{_mm(size)} in {len(members)} of {len(subjects)} volumes, {members[0].image} for example"
+        f"{mm(size)} in {len(members)} of {len(subjects)} volumes, {members[0].image} for example"
         for size, members in kinds[:AT_MOST]
     ]
     more = [f"and {len(kinds) - AT_MOST} other sizes"] if len(kinds) > AT_MOST else []
@@ -77,7 +77,7 @@ def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -
 
 def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], options: SegmentationData) -> None:
     """A picture among volumes: copies of it, or zeros, fill what the network sees."""
-    shapes = [_resampled(each.image, options) for each in facts]
+    shapes = [each.image.resampled(options.spacing) for each in facts]
     flat = [
         (subject.image, shape)
         for subject, shape in zip(subjects, shapes, strict=True)
@@ -111,6 +111,16 @@ def warn_of_unknown_sides(subjects: Sequence[Subject], facts: Sequence[Facts], s
         )
 
 
+def warn_of_two_sides(subjects: Sequence[Subject], facts: Sequence[Facts], sided: Sequence[str]) -> None:
+    """As some tools leave it that change one of the two forms."""
+    torn = [subject for subject, each in zip(subjects, facts, strict=True) if each.image.two_sides]
+    if sided and torn:
+        log.warning(
+            f"the header of {len(torn)} of {len(subjects)} images has two opinions on which side is left (qform and sform "
+            f"contradict each other; sform holds), and the class(es) {_list(sided)} depend on it: {torn[0].image} for example"
+        )
+
+
 def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -> None:
     """`flips` is the probability along left-right, `chosen` where the config says so itself."""
     if not sided:
@@ -122,19 +132,6 @@ def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -
         )
     elif not chosen:
         log.info(f"no flips from left to right: the class(es) {_list(sided)} tell one from the other")
-
-
-def _resampled(grid: Grid, options: SegmentationData) -> tuple[int, ...]:
-    """Its shape, before it is scaled to one size."""
-    shape, sizes = grid.upright()
-    if options.spacing is None:
-        return shape
-    sides = zip(shape, sizes, options.spacing, strict=True)
-    return tuple(max(1, round(side * size / wanted)) for side, size, wanted in sides)
-
-
-def _mm(size: tuple[float, float, float]) -> str:
-    return "×".join(f"{side:.4g}" for side in size) + " mm"
 
 
 def _list(names: Sequence[str]) -> str:

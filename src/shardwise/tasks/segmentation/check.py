@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +13,7 @@ import numpy as np
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts, all_facts, facts_of
-from shardwise.tasks.segmentation.nifti import Grid, by
+from shardwise.tasks.segmentation.nifti import Grid, by, mm
 from shardwise.tasks.segmentation.subjects import Split, Subject, several
 
 log = logging.getLogger(__name__)
@@ -86,10 +88,14 @@ def _problems(subject: Subject, facts: Facts, classes: int, channels: int, optio
             f"{by(image.shape)}: resample one onto the other"
         )
     elif (apart := _voxels_apart(image, label)) > 0.5:
-        yield (
-            f"{subject.label} lies {apart:.1f} voxels beside its image {subject.image.name} (their headers differ in "
-            "orientation, spacing or origin): resample one onto the other"
-        )
+        lost = [file.name for file, grid in ((subject.image, image), (subject.label, label)) if not grid.oriented]
+        why = "their headers differ in orientation, spacing, origin or unit): resample one onto the other"
+        if lost:
+            why = (
+                f"the header of {' and '.join(lost)} has no orientation, qform and sform code are 0): convert it again"
+            )
+        yield f"{subject.label} lies {apart:.1f} voxels beside its image {subject.image.name} ({why}"
+    yield from _absurd_size(subject, image, options)
     if strange := [value for value in facts.values if value not in range(classes)]:
         shown = ", ".join(f"{value:.7g}" for value in strange[:6]) + (", …" if len(strange) > 6 else "")
         yield (
@@ -112,6 +118,29 @@ def _wrong_values(subject: Subject, facts: Facts, options: SegmentationData) -> 
             f"{subject.image} has intensities from {low:g} to {high:g}, all outside of data.intensity_window {window}, "
             "so nothing would be left of it: set another window, or remove the subject"
         )
+
+
+def _absurd_size(subject: Subject, grid: Grid, options: SegmentationData) -> Iterator[str]:
+    """A header in other units than it says: told before memory is asked for."""
+    if options.spacing is None:
+        return
+    (shape, size), after = grid.upright(), grid.resampled(options.spacing)
+    needed = 4 * (grid.channels + 1) * math.prod(after)
+    what = ""
+    if math.prod(after) == 1 < math.prod(shape):
+        what = "which leaves nothing of it"
+    elif needed > _memory():
+        what = f"which takes {needed / 2**30:,.0f} GiB, more than this machine has"
+    if what:
+        unit = "" if grid.unit == "mm" else f" (its header is in {grid.unit})"
+        yield (
+            f"{subject.image} has {by(shape)} voxels of {mm(size)}{unit}, and {by(after)} after data.spacing "
+            f"{options.spacing}, {what}: mend size and unit of the voxels in its header, or set another data.spacing"
+        )
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _voxels_apart(image: Grid, label: Grid) -> float:

@@ -109,6 +109,7 @@ class SegmentationTask(Task):
         if self.in_patches and self.data.spacing is None:
             cautions.warn_of_mixed_spacing(everybody, facts)
         cautions.warn_of_unknown_sides(everybody, facts, self._sided)
+        cautions.warn_of_two_sides(everybody, facts, self._sided)
         cautions.warn_of_flipped_sides(self._sided, self.flips[0], chosen=self.data.flips is not None)
 
     @cached_property
