@@ -141,6 +141,33 @@ def test_a_fourth_dimension_that_nobody_has_named_is_told(tmp_path: Path, caplog
     assert warnings_of(msd_task(write_msd(tmp_path / "msd", channels=2)), caplog) == [], "dataset.json names them"
 
 
+@pytest.mark.parametrize("value", [0, -1024])
+def test_a_channel_with_nothing_on_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, value: int) -> None:
+    for index, part in enumerate(("train", "valid")):
+        image, label = a_volume((16, 16, 16), index)
+        second = np.full_like(image, value) if index else image + 1
+        write_nifti(tmp_path / part / part / "img.nii.gz", np.stack([image, second], axis=-1))
+        write_nifti(tmp_path / part / part / "label.nii.gz", label)
+    assert warnings_of(folder_task(tmp_path, "data.in_channels=2"), caplog) == [
+        "1 of 2 images have nothing, or next to nothing, in a channel: "
+        f"{tmp_path}/valid/valid/img.nii.gz has the value {value} in all voxels of channel 2, for example"
+    ]
+
+
+@pytest.mark.parametrize("spots", [[5], [5, -5], [1e38]])
+def test_an_image_with_one_value_but_for_a_few_voxels_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spots: list[float]
+) -> None:
+    write_folder(tmp_path, train=2, valid=1)
+    image = np.full((16, 16, 16), 2, np.float32)
+    image[3, 4, : len(spots)] = spots
+    file = write_nifti(tmp_path / "train" / "train-0" / "img.nii.gz", image)
+    assert warnings_of(folder_task(tmp_path), caplog) == [
+        "1 of 3 images have nothing, or next to nothing, in a channel: "
+        f"{file} has one value in all voxels but a few of channel 1, for example"
+    ]
+
+
 def test_the_same_name_in_both_parts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_folder(tmp_path, train=2, valid=1)
     assert warnings_of(folder_task(tmp_path), caplog) == []

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
+from shardwise.tasks.segmentation.intensities import TAIL
 from shardwise.tasks.segmentation.nifti import by, mm
 from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject, alike, unread_folders
 
@@ -89,6 +90,25 @@ def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], o
         log.warning(
             f"{len(flat)} of {len(subjects)} volumes are a single slice{after}, and {filled} fill data.size "
             f"{options.size}: {flat[0][0]} is {by(flat[0][1])}"
+        )
+
+
+def warn_of_empty_channels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """The same value in all voxels but a few. Where a whole image has one value, that is an error."""
+    empty = [
+        (subject.image, number, channel)
+        for subject, each in zip(subjects, facts, strict=True)
+        for number, channel in enumerate(each.channels, start=1)
+        # A share s of the voxels, that far from all others, makes a deviation of its root.
+        if not channel.bulk > 0 and channel.deviation <= (channel.highest - channel.lowest) * TAIL**0.5
+    ]
+    if empty:
+        image, number, channel = empty[0]
+        constant = channel.lowest == channel.highest
+        what = f"the value {channel.lowest:g} in all voxels" if constant else "one value in all voxels but a few"
+        log.warning(
+            f"{len({image for image, *_ in empty})} of {len(subjects)} images have nothing, or next to nothing, in a channel: "
+            f"{image} has {what} of channel {number}, for example"
         )
 
 

@@ -20,6 +20,12 @@ log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_NEWS = 10.0
 LARGEST = float(np.finfo(np.float32).max)
+FLAT = 0.01
+"""Of the deviation: what lies this near together looks all alike once it is normalised."""
+UNKNOWN = 255
+"""In many labels, what nobody could tell, or the foreground of a mask that was saved as a picture."""
+MANY_STRANGE = 100
+"""A label with so many values beside the classes may be an image."""
 
 
 def check_subjects(
@@ -78,6 +84,12 @@ def _told(subjects: list[Subject]) -> Iterator[Facts | DataError]:
 def _problems(subject: Subject, facts: Facts, classes: int, channels: int, options: SegmentationData) -> Iterator[str]:
     image, label = facts.image, facts.label
     yield from _wrong_values(subject, facts, options)
+    if (first := _channels_first(image, label)) is not None:
+        yield (
+            f"{subject.image} has the shape {by((*image.shape, image.channels))}: the channels stand first; move them last "
+            f"({by((*first[1:], first[0]))})"
+        )
+        return
     if image.channels != channels:
         yield f"{subject.image} has {image.channels} channel(s), but {channels} expected: see data.in_channels"
     if label.channels != 1:
@@ -98,10 +110,24 @@ def _problems(subject: Subject, facts: Facts, classes: int, channels: int, optio
     yield from _absurd_size(subject, image, options)
     if strange := [value for value in facts.values if value not in range(classes)]:
         shown = ", ".join(f"{value:.7g}" for value in strange[:6]) + (", …" if len(strange) > 6 else "")
+        advice = "relabel, or name every class in data.classes"
+        if len(strange) > MANY_STRANGE:
+            advice = "is this an image? A label has the number of a class in each voxel"
+        elif facts.values == [0, UNKNOWN]:
+            advice = "where 255 means 1, as in masks that are saved as pictures, divide by 255"
+        elif UNKNOWN in strange:
+            advice += ". 255 often means unknown: every voxel counts, so make it background, or a class of its own"
         yield (
-            f"{subject.label} has the value(s) {shown}, but data.classes is {classes}, so 0 to {classes - 1} are "
-            "expected: relabel, or name every class"
+            f"{subject.label} has the value(s) {shown}, but there are {classes} classes, so 0 to {classes - 1} are "
+            f"expected: {advice}"
         )
+
+
+def _channels_first(image: Grid, label: Grid) -> tuple[int, ...] | None:
+    """The shape of the image's file, if it is that of the label but for an axis that stands before it."""
+    stored = (*image.shape, image.channels)
+    of_label = (*label.shape[1:], label.channels) if label.shape[0] == 1 < label.channels else label.shape
+    return stored if image.channels > 1 and image.shape != label.shape and stored[1:] == of_label else None
 
 
 def _wrong_values(subject: Subject, facts: Facts, options: SegmentationData) -> Iterator[str]:
@@ -118,6 +144,16 @@ def _wrong_values(subject: Subject, facts: Facts, options: SegmentationData) -> 
             f"{subject.image} has intensities from {low:g} to {high:g}, all outside of data.intensity_window {window}, "
             "so nothing would be left of it: set another window, or remove the subject"
         )
+    elif window is None and options.normalize != "none":
+        for number, channel in enumerate(facts.channels, start=1):
+            if 0 < channel.bulk < FLAT * channel.deviation:
+                far = channel.lowest if -channel.lowest > channel.highest else channel.highest
+                where = f" in channel {number}" if len(facts.channels) > 1 else ""
+                yield (
+                    f"{subject.image} has voxels of {far:g}{where}, so far out that nearly all others, which lie within "
+                    f"{channel.bulk:g}, would look alike after data.normalize: zscore: replace such voxels, or set "
+                    "data.intensity_window"
+                )
 
 
 def _absurd_size(subject: Subject, grid: Grid, options: SegmentationData) -> Iterator[str]:

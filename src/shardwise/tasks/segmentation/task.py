@@ -104,6 +104,7 @@ class SegmentationTask(Task):
                 cautions.warn_of_unread_folders(Path(str(self.data.root)), self.data.valid_fraction)
         cautions.warn_of_misplaced_background(self.classes)
         cautions.warn_of_single_slices(everybody, facts, self.data)
+        cautions.warn_of_empty_channels(everybody, facts)
         if self._known_channels() is None:
             cautions.warn_of_guessed_channels(everybody, facts)
         if self.in_patches and self.data.spacing is None:
