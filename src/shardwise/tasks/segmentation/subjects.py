@@ -68,8 +68,8 @@ class DatasetJson:
         labels = dict(enumerate(self.labels)) if isinstance(self.labels, list) else self.labels
         numbers: dict[str, int] = {}
         for key, value in labels.items() if isinstance(labels, dict) else ():
-            name, number = (value, key) if str(key).isdigit() else (key, value)
-            if str(number).isdigit():
+            name, number = (value, key) if str(key).isdecimal() else (key, value)
+            if str(number).isdecimal():
                 numbers[alike(str(name))] = int(number)
         for place, name in enumerate(classes):
             if (there := numbers.get(alike(name), place)) != place:
