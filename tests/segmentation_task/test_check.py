@@ -319,6 +319,14 @@ def test_voxels_so_far_out_that_the_others_look_alike_are_named(root: Path, valu
     assert f"has voxels of {value:g} in channel 2, so far" in complaint(root)
 
 
+def test_a_few_voxels_of_many_far_values_are_named_too(root: Path) -> None:
+    image = a_volume((32, 32, 32))[0]
+    image[3, 3, :10] = np.geomspace(1e7, 1e9, 10)
+    write_nifti(image_of(root), image)
+    write_nifti(label_of(root), a_volume((32, 32, 32))[1])
+    assert f"{image_of(root)} has voxels of 1e+09, so far out" in complaint(root)
+
+
 @pytest.mark.parametrize(
     "strange",
     [

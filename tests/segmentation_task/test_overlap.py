@@ -54,6 +54,12 @@ def scaled(image: Path) -> None:
     image.write_bytes(gzip.compress(bytes(content)))
 
 
+def with_negative_zeros(image: Path) -> None:
+    voxels = np.asarray(nibabel.load(image).dataobj).astype(np.float32)
+    assert (voxels == 0).any()
+    write_nifti(image, np.where(voxels == 0, np.float32(-0.0), voxels))
+
+
 def with_a_fourth_dimension(image: Path) -> None:
     write_nifti(image, np.asarray(nibabel.load(image).dataobj)[..., None])
 
@@ -77,7 +83,7 @@ def whole_numbers(root: Path) -> Path:
 
 STORED_ANEW = [
     *(packed_anew, unpacked, as_another_type, with_big_ends, as_nifti2, scaled),
-    *(with_a_fourth_dimension, with_another_header),
+    *(with_negative_zeros, with_a_fourth_dimension, with_another_header),
 ]
 
 
