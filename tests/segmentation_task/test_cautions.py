@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,33 @@ def test_a_fourth_dimension_that_nobody_has_named_is_told(tmp_path: Path, caplog
     assert warnings_of(msd_task(write_msd(tmp_path / "msd", channels=2)), caplog) == [], "dataset.json names them"
 
 
+@pytest.mark.parametrize("value", [0, -1024])
+def test_a_channel_with_nothing_on_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, value: int) -> None:
+    for index, part in enumerate(("train", "valid")):
+        image, label = a_volume((16, 16, 16), index)
+        second = np.full_like(image, value) if index else image + 1
+        write_nifti(tmp_path / part / part / "img.nii.gz", np.stack([image, second], axis=-1))
+        write_nifti(tmp_path / part / part / "label.nii.gz", label)
+    assert warnings_of(folder_task(tmp_path, "data.in_channels=2"), caplog) == [
+        "1 of 2 images have nothing, or next to nothing, in a channel: "
+        f"{tmp_path}/valid/valid/img.nii.gz has the value {value} in all voxels of channel 2, for example"
+    ]
+
+
+@pytest.mark.parametrize("spots", [[5], [5, -5], [1e38]])
+def test_an_image_with_one_value_but_for_a_few_voxels_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spots: list[float]
+) -> None:
+    write_folder(tmp_path, train=2, valid=1)
+    image = np.full((16, 16, 16), 2, np.float32)
+    image[3, 4, : len(spots)] = spots
+    file = write_nifti(tmp_path / "train" / "train-0" / "img.nii.gz", image)
+    assert warnings_of(folder_task(tmp_path), caplog) == [
+        "1 of 3 images have nothing, or next to nothing, in a channel: "
+        f"{file} has one value in all voxels but a few of channel 1, for example"
+    ]
+
+
 def test_the_same_name_in_both_parts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_folder(tmp_path, train=2, valid=1)
     assert warnings_of(folder_task(tmp_path), caplog) == []
@@ -149,3 +177,39 @@ def test_the_same_name_in_both_parts_is_told(tmp_path: Path, caplog: pytest.LogC
         f"{tmp_path}/train/train-1 for example; if they are the same people, the validation is too good: "
         "remove them from one of the two"
     ]
+
+
+@pytest.mark.parametrize("name", ["test", "vald"])
+def test_subjects_beside_train_that_are_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    write_folder(tmp_path, train=3, valid=1)
+    for other in ("notes", "__MACOSX", ".git"):
+        (tmp_path / other).mkdir()
+    assert warnings_of(folder_task(tmp_path), caplog) == []
+    (tmp_path / "valid").rename(tmp_path / name)
+    assert warnings_of(folder_task(tmp_path), caplog) == [
+        f"{tmp_path}: {name}/ beside train/ is not read; 20% of the subjects in train/ are held out for validation. "
+        "A folder valid/ would be validated on instead"
+    ]
+    write_folder(tmp_path, train=0, valid=1)
+    assert warnings_of(folder_task(tmp_path), caplog) == [], "as it is with a test set beside both"
+
+
+@pytest.mark.parametrize("name", ["background", "Background", "BG"])
+def test_a_background_that_is_not_the_first_class_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    write_folder(tmp_path, train=2, valid=1)
+    assert warnings_of(folder_task(tmp_path, f"data.classes=[lesion, {name}]"), caplog) == [
+        f"class 1 is named '{name}', but the background is class 0, here 'lesion', which counts for no Dice: put the names "
+        "in the order of the labels' numbers"
+    ]
+    assert warnings_of(folder_task(tmp_path, f"data.classes=[{name}, lesion]"), caplog) == []
+
+
+def test_the_background_of_a_dataset_json_is_looked_at_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    content = json.loads(file.read_text()) | {"labels": {"0": "tumour", "1": "left ventricle", "2": "background"}}
+    file.write_text(json.dumps(content))
+    assert warnings_of(msd_task(tmp_path), caplog)[0].startswith("class 2 is named 'background', but the background is")

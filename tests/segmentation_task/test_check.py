@@ -101,13 +101,62 @@ def test_a_label_that_lies_elsewhere_in_space_is_named(root: Path) -> None:
     folder_task(root).prepare_data()
 
 
+def test_a_header_without_orientation_is_said_to_be_the_reason(root: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(a_volume((16, 16, 16))[0], None), image_of(root))
+    message = complaint(root)
+    assert message.startswith(f"{label_of(root)} lies ") and message.endswith(
+        "(the header of img.nii.gz has no orientation, qform and sform code are 0): convert it again"
+    )
+
+
+def write_in_units(root: Path, size: float, unit: str | None) -> None:
+    for file, voxels in zip((image_of(root), label_of(root)), a_volume((16, 16, 16)), strict=True):
+        volume = nibabel.Nifti1Image(voxels, np.diag([size, size, size, 1]))
+        volume.header.set_xyzt_units(unit)
+        nibabel.save(volume, file)
+
+
+@pytest.mark.parametrize(("size", "unit"), [(0.001, "meter"), (1000.0, "micron")])
+def test_headers_in_other_units_are_resampled_as_those_in_millimetres(root: Path, size: float, unit: str) -> None:
+    write_in_units(root, size, unit)
+    settings = ["data.spacing=[1, 1, 1.7]", "data.spatial_mode=patches", "data.size=[8, 8, 8]"]
+    task = folder_task(root, *settings)
+    task.prepare_data()
+    volumes = task.train_data().volumes
+    assert volumes[0]["image"].shape == volumes[1]["image"].shape == (1, 16, 16, 10)
+
+
+@pytest.mark.parametrize("mode", ["patches", "resize"])
+@pytest.mark.parametrize(
+    ("size", "unit", "said"),
+    [
+        (0.001, None, "0.001×0.001×0.001 mm, and 1×1×1 after data.spacing [1.0, 1.0, 2.0], which leaves nothing of it"),
+        (
+            1000.0,
+            None,
+            "1000×1000×1000 mm, and 16000×16000×8000 after data.spacing [1.0, 1.0, 2.0], which takes 15,259 GiB",
+        ),
+        (1.0, "meter", "1000×1000×1000 mm (its header is in meter), and 16000×16000×8000 after data.spacing"),
+        (1.0, "micron", "0.001×0.001×0.001 mm (its header is in micron), and 1×1×1 after data.spacing"),
+    ],
+)
+def test_a_size_after_resampling_that_cannot_be_meant_is_named(
+    root: Path, size: float, unit: str | None, said: str, mode: str
+) -> None:
+    write_in_units(root, size, unit)
+    message = complaint(root, "data.spacing=[1, 1, 2]", f"data.spatial_mode={mode}")
+    assert message.startswith(f"{image_of(root)} has 16×16×16 voxels of {said}")
+    assert message.endswith("mend size and unit of the voxels in its header, or set another data.spacing")
+    folder_task(root).prepare_data()
+
+
 def test_labels_outside_the_classes_are_named_by_value(root: Path) -> None:
     label = a_volume((16, 16, 16))[1]
     label[0, 0, :3] = (3, 7, 7)
     write_nifti(label_of(root), label)
     assert complaint(root) == (
-        f"{label_of(root)} has the value(s) 3, 7, but data.classes is 2, so 0 to 1 are expected: "
-        "relabel, or name every class"
+        f"{label_of(root)} has the value(s) 3, 7, but there are 2 classes, so 0 to 1 are expected: "
+        "relabel, or name every class in data.classes"
     )
     folder_task(root, "data.classes=8").prepare_data()
 
@@ -116,7 +165,7 @@ def test_of_many_labels_none_escapes_the_check(root: Path) -> None:
     label = a_volume((16, 16, 16))[1]
     label.ravel()[:30] = range(30)
     write_nifti(label_of(root), label)
-    assert "has the value(s) 25, 26, 27, 28, 29, but data.classes is 25" in complaint(root, "data.classes=25")
+    assert "has the value(s) 25, 26, 27, 28, 29, but there are 25 classes" in complaint(root, "data.classes=25")
     folder_task(root, "data.classes=30").prepare_data()
 
 
@@ -125,7 +174,7 @@ def test_labels_that_are_no_class_numbers_are_named(root: Path, values: list[flo
     label = a_volume((16, 16, 16))[1].astype(np.float32)
     label[0, 0, 0] = values[0]
     write_nifti(label_of(root), label)
-    assert f"{label_of(root)} has the value(s) {shown}, but data.classes is 2" in complaint(root)
+    assert f"{label_of(root)} has the value(s) {shown}, but there are 2 classes" in complaint(root)
 
 
 @pytest.mark.parametrize("value", [1.0000001, 0.99998, 1.0005])
@@ -147,7 +196,7 @@ def test_of_many_roundings_no_other_value_escapes(root: Path, caplog: pytest.Log
     assert caplog.records == [], "the foreground is found, too"
     label[0, 0, 0] = 7
     write_nifti(label_of(root), label)
-    assert f"{label_of(root)} has the value(s) 7, but data.classes is 2" in complaint(root)
+    assert f"{label_of(root)} has the value(s) 7, but there are 2 classes" in complaint(root)
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1.01, "1.01"), (0.9882353, "0.9882353"), (-0.4, "-0.4"), (1.9, "1.9")])
@@ -155,7 +204,7 @@ def test_a_label_between_two_whole_numbers_is_shown_with_all_its_digits(root: Pa
     label = a_volume((16, 16, 16))[1].astype(np.float64)
     label[0, 0, 0] = value
     write_nifti(label_of(root), label)
-    assert f"{label_of(root)} has the value(s) {shown}, but data.classes is 2" in complaint(root)
+    assert f"{label_of(root)} has the value(s) {shown}, but there are 2 classes" in complaint(root)
 
 
 def write_scaled(file: Path, stored: Any, slope: float, inter: float) -> None:
@@ -175,11 +224,11 @@ def test_scaled_labels_are_what_they_are_scaled_to(root: Path) -> None:
     mask = task.train_data()[0][0]["mask"][0].numpy()
     assert np.array_equal(mask, label)
     write_scaled(label_of(root), label, 2, 0)
-    assert "has the value(s) 2, but data.classes is 2" in complaint(root)
+    assert "has the value(s) 2, but there are 2 classes" in complaint(root)
     write_scaled(label_of(root), label, 1, 1)
-    assert "has the value(s) 2, but data.classes is 2" in complaint(root)
+    assert "has the value(s) 2, but there are 2 classes" in complaint(root)
     write_scaled(label_of(root), label, 0.5, 0)
-    assert "has the value(s) 0.5, but data.classes is 2" in complaint(root)
+    assert "has the value(s) 0.5, but there are 2 classes" in complaint(root)
     write_scaled(label_of(root), label, 0, 7)  # no scaling, by the standard
     folder_task(root).prepare_data()
 
@@ -193,7 +242,7 @@ def test_labels_of_every_type_are_counted_alike(root: Path, dtype: str) -> None:
     assert np.array_equal(task.train_data()[0][0]["mask"][0].numpy(), label)
     label[0, 0, 0] = 100
     nibabel.save(nibabel.Nifti1Image(label, np.eye(4), dtype=label.dtype), label_of(root))
-    assert "has the value(s) 100, but data.classes is 2" in complaint(root)
+    assert "has the value(s) 100, but there are 2 classes" in complaint(root)
 
 
 @pytest.mark.parametrize("value", [300, 65536 + 1, 2**40, -(2**40)])
@@ -206,7 +255,23 @@ def test_a_label_that_would_wrap_around_to_a_class_is_named(root: Path, value: i
 
 def test_an_image_given_as_label_shows_only_a_few_of_its_values(root: Path) -> None:
     write_nifti(label_of(root), a_volume((16, 16, 16))[0])
-    assert complaint(root).count(",") < 12
+    message = complaint(root)
+    assert message.count(",") < 12
+    assert message.endswith("expected: is this an image? A label has the number of a class in each voxel")
+
+
+def test_255_is_what_nobody_could_tell_or_the_white_of_a_picture(root: Path) -> None:
+    label = a_volume((16, 16, 16))[1]
+    write_nifti(label_of(root), 255 * label)
+    assert complaint(root).endswith("where 255 means 1, as in masks that are saved as pictures, divide by 255")
+    label[0] = 255
+    write_nifti(label_of(root), label)
+    assert complaint(root).endswith(
+        "name every class in data.classes. 255 often means unknown: every voxel counts, so make it background, or a class "
+        "of its own"
+    )
+    write_nifti(label_of(root), np.where(label == 255, 2, label))
+    assert complaint(root).endswith("name every class in data.classes")
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -226,6 +291,60 @@ def test_voxels_beyond_32_bits_are_named(root: Path) -> None:
     assert complaint(root) == (
         f"{image_of(root)} has voxels up to 1e+300, more than a 32-bit number holds: scale them down"
     )
+
+
+def far_out(image: Any, value: float, share: float) -> Any:
+    chosen = np.random.default_rng(5).choice(image.size, max(1, round(share * image.size)), replace=False)
+    changed = image.copy()
+    changed.ravel()[chosen] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("value", "share"), [(1e38, 0), (-3.4e38, 0), (-3.4e38, 0.3), (1e7, 0), (-1e10, 0.9), (1e9, 0.001)]
+)
+def test_voxels_so_far_out_that_the_others_look_alike_are_named(root: Path, value: float, share: float) -> None:
+    image = a_volume((16, 16, 16))[0]
+    write_nifti(image_of(root), far_out(image, value, share))
+    message = complaint(root)
+    assert message.startswith(
+        f"{image_of(root)} has voxels of {value:g}, so far out that nearly all others, which lie "
+    )
+    assert message.endswith("replace such voxels, or set data.intensity_window")
+    for way_out in ("data.intensity_window=[-1, 4]", "data.normalize=none"):
+        folder_task(root, way_out).prepare_data()
+    write_nifti(image_of(root), np.stack([image, far_out(image, value, share)], axis=-1))
+    write_nifti(root / "train" / "train-1" / "img.nii.gz", np.stack([image, image], axis=-1))
+    write_nifti(root / "valid" / "valid-0" / "img.nii.gz", np.stack([image, image], axis=-1))
+    assert f"has voxels of {value:g} in channel 2, so far" in complaint(root)
+
+
+def test_a_few_voxels_of_many_far_values_are_named_too(root: Path) -> None:
+    image = a_volume((32, 32, 32))[0]
+    image[3, 3, :10] = np.geomspace(1e7, 1e9, 10)
+    write_nifti(image_of(root), image)
+    write_nifti(label_of(root), a_volume((32, 32, 32))[1])
+    assert f"{image_of(root)} has voxels of 1e+09, so far out" in complaint(root)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda image: far_out(image, 30, 0),
+        lambda image: far_out(image, -30, 0.5),
+        lambda image: far_out(image, 65535 / 1000, 1e-3),
+        lambda image: np.where(image > 2, image, 0),
+        lambda image: (image > 2).astype(np.uint8),
+        lambda image: np.digitize(image, [1, 2]).astype(np.uint8),
+    ],
+    ids=["a hot voxel", "a fill below", "hot voxels", "little on black", "two values", "three values"],
+)
+def test_images_of_which_something_is_seen_are_let_through(
+    root: Path, strange: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_nifti(image_of(root), strange(a_volume((16, 16, 16))[0]))
+    folder_task(root).prepare_data()
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("value", [0, -1024])
@@ -254,6 +373,21 @@ def test_another_number_of_channels_is_named(root: Path) -> None:
     write_nifti(last / "img.nii.gz", image)
     write_nifti(last / "label.nii.gz", np.stack([label] * 2, axis=-1))
     assert complaint(root).startswith(f"{last}/label.nii.gz has 2 channels: a label has one")
+
+
+@pytest.mark.parametrize("settings", [[], ["data.in_channels=3"]])
+def test_channels_that_stand_first_are_called_that(tmp_path: Path, settings: list[str]) -> None:
+    shape = (16, 12, 10)
+    write_folder(tmp_path, train=1, valid=1, shape=shape)
+    for number, folder in enumerate((tmp_path / "train" / "train-0", tmp_path / "valid" / "valid-0")):
+        image, label = a_volume(shape, number)
+        write_nifti(folder / "img.nii.gz", np.stack([image] * 3))
+        if number:
+            write_nifti(folder / "label.nii.gz", label[None])
+    lines = complaint(tmp_path, *settings).splitlines()
+    first, second = (line.strip() for line in lines)
+    said = "img.nii.gz has the shape 3×16×12×10: the channels stand first; move them last (16×12×10×3)"
+    assert (first, second) == (f"{tmp_path}/train/train-0/{said}", f"{tmp_path}/valid/valid-0/{said}")
 
 
 def test_a_picture_is_no_volume(root: Path) -> None:

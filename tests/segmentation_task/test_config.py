@@ -42,6 +42,10 @@ def test_data_keys_that_contradict_each_other_are_refused(data: str, message: st
     ("block", "message"),
     [
         ("data: {size: [64, 64]}", "data.size: [64, 64] is not allowed"),
+        (
+            "data: {classes: {0: background, 1: lesion}}",
+            "data.classes: {0: 'background', 1: 'lesion'} is not allowed. Allowed: a whole number, or a list",
+        ),
         ("data: {spacing: [1, 1, 0]}", "data.spacing.2: 0 is not allowed. Allowed: above 0"),
         (
             "data: {sources: folder}",
@@ -55,7 +59,7 @@ def test_data_keys_that_contradict_each_other_are_refused(data: str, message: st
 def test_a_wrong_key_or_value_is_named(block: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(f"task: segmentation\n{block}\n", where="my.yaml")
-    assert str(caught.value).startswith(f"my.yaml, line 2: {message}")
+    assert str(caught.value).startswith(f"my.yaml, line 2: {message}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["segmentation-tiny", "segmentation-msd"])

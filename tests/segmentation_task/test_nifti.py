@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -224,10 +226,55 @@ def test_a_type_that_nobody_knows_is_an_error_with_the_file(tmp_path: Path) -> N
 # ---------------------------------------------------------------- shapes and places
 
 
-@pytest.mark.parametrize("shape", [(5,), (8, 8), (8, 8, 8, 1, 3), (8, 8, 0)])
+@pytest.mark.parametrize("shape", [(5,), (8, 8), (8, 8, 8, 1, 3)])
 def test_what_has_not_three_sides_is_no_volume(tmp_path: Path, shape: tuple[int, ...]) -> None:
     file = write_nifti(tmp_path / "img.nii.gz", np.zeros(shape, np.float32))
     assert complaint(file).startswith(f"{file} has the shape {'×'.join(map(str, shape))}: a volume has three sides")
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 0), (0, 8, 8, 2)])
+def test_a_volume_without_voxels_is_called_that(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    file = write_nifti(tmp_path / "img.nii.gz", np.zeros(shape, np.float32))
+    assert complaint(file) == (
+        f"{file} has no voxels, its shape is {'×'.join(map(str, shape))}: convert it again, or remove the subject"
+    )
+
+
+@pytest.mark.parametrize(("kind", "place", "least"), [(nibabel.Nifti1Image, 108, 352), (nibabel.Nifti2Image, 168, 544)])
+def test_voxels_that_begin_inside_of_the_header_are_refused(tmp_path: Path, kind: Any, place: int, least: int) -> None:
+    """The bytes of the header would be voxels."""
+    file = tmp_path / "img.nii"
+    nibabel.save(kind(a_volume((8, 8, 8))[0], np.eye(4)), file)
+    content = bytearray(file.read_bytes())
+    content[place : place + 8 if least == 544 else place + 4] = struct.pack("<q" if least == 544 else "<f", 0)
+    file.write_bytes(content)
+    assert complaint(file) == (
+        f"{file} has a header by which its voxels begin at byte 0, inside of the header itself (vox_offset must be {least} "
+        "or more): convert it again, or remove the subject"
+    )
+
+
+def test_nibabel_writes_nothing_to_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It would not name the file."""
+    file = write_nifti(tmp_path / "img.nii", a_volume((8, 8, 8))[0])
+    content = file.read_bytes()
+    for place, what in ((108, struct.pack("<f", 356)), (70, struct.pack("<h", 1)), (88, struct.pack("<f", 0))):
+        file.write_bytes(content[:place] + what + content[place + len(what) :] + bytes(4))
+        with contextlib.suppress(DataError):
+            read_volume(file)
+    assert not logging.getLogger("nibabel.global").isEnabledFor(logging.CRITICAL)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("unit", "size"), [("meter", 0.002), ("micron", 2000.0), ("mm", 2.0), (None, 2.0)])
+def test_places_are_in_millimetres_whatever_unit_the_header_is_in(tmp_path: Path, unit: str, size: float) -> None:
+    affine = np.diag([size, size, 2 * size, 1])
+    affine[:3, 3] = (size, 0, -size)
+    volume = nibabel.Nifti1Image(a_volume((8, 8, 8))[0], affine)
+    volume.header.set_xyzt_units(unit)
+    nibabel.save(volume, tmp_path / "img.nii.gz")
+    wanted = [[2, 0, 0, 2], [0, 2, 0, 0], [0, 0, 4, -2], [0, 0, 0, 1]]
+    assert np.allclose(read_volume(tmp_path / "img.nii.gz")[0].affine, wanted)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 0.0])

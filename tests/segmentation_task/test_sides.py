@@ -223,6 +223,31 @@ def test_volumes_that_do_not_say_where_left_is_are_told_where_it_matters(
     assert told(folder_task(root, "data.classes=3"), caplog) == ""
 
 
+MIRRORED, TURNED = np.diag([-1.0, 1, 1, 1]), np.diag([-1.0, -1, 1, 1])
+
+
+@pytest.mark.parametrize("qform", [MIRRORED, TURNED], ids=["mirrored", "turned by half"])
+def test_a_header_with_two_opinions_on_left_is_told_where_it_matters(
+    root: Path, caplog: pytest.LogCaptureFixture, qform: Any
+) -> None:
+    file = root / "train" / "train-1" / "img.nii.gz"
+    volume = nibabel.Nifti1Image(a_volume((16, 16, 16), 1)[0], np.eye(4))
+    volume.set_sform(np.eye(4), 1)
+    volume.set_qform(np.diag([1.0, 1, 1, 1]), 1)
+    nibabel.save(volume, file)
+    assert told(folder_task(root, SIDED), caplog) == ""
+    volume.set_qform(qform, 1)
+    nibabel.save(volume, file)
+    assert told(folder_task(root, SIDED), caplog) == (
+        "the header of 1 of 3 images has two opinions on which side is left (qform and sform contradict each other; sform "
+        f"holds), and the class(es) left lung, right lung depend on it: {file} for example"
+    )
+    assert told(folder_task(root, "data.classes=3"), caplog) == ""
+    volume.set_qform(qform, 0)
+    nibabel.save(volume, file)
+    assert told(folder_task(root, SIDED), caplog) == "", "a qform of code 0 is none"
+
+
 @pytest.mark.parametrize("flips", ["2", "-0.1", "[0.5, 0.5]", "[0.5, 0.5, 1.5]", "left"])
 def test_flips_that_are_no_probabilities_are_refused(flips: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -112,6 +112,72 @@ def test_classes_that_are_given_go_before_those_of_dataset_json(tmp_path: Path) 
     assert task.build_model() is not None, "an export needs no data then"
 
 
+def change_json(root: Path, **changes: Any) -> Path:
+    file = root / "dataset.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return file
+
+
+@pytest.mark.parametrize("key", ["validation", "valid", "val"])
+def test_those_whom_a_dataset_json_lists_to_validate_on_are_validated_on(tmp_path: Path, key: str) -> None:
+    listed = json.loads((write_msd(tmp_path, subjects=5) / "dataset.json").read_text())["training"]
+    change_json(tmp_path, training=listed[:2], **{key: listed[2:]})
+    split = msd_task(tmp_path, "data.valid_fraction=0.2").subjects
+    assert names(split.train) == ["case_000", "case_001"] and not split.held_out
+    assert names(split.valid) == ["case_002", "case_003", "case_004"]
+
+
+@pytest.mark.parametrize("empty", [[], None])
+def test_an_empty_list_to_validate_on_is_none(tmp_path: Path, empty: Any) -> None:
+    write_msd(tmp_path, subjects=5)
+    change_json(tmp_path, validation=empty)
+    split = msd_task(tmp_path).subjects
+    assert len(split.train) == 4 and len(split.valid) == 1 and split.held_out
+
+
+def test_a_list_to_validate_on_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = write_msd(tmp_path, subjects=5) / "dataset.json"
+    listed = json.loads(file.read_text())["training"]
+    change_json(tmp_path, validation=["./imagesTs/x.nii.gz"])
+    assert complaint(msd_task(tmp_path)).startswith(
+        f'{file}: entry 0 of "validation" must be {{"image": …, "label": …}}'
+    )
+    change_json(tmp_path, validation="fold 0")
+    assert complaint(msd_task(tmp_path)).startswith(f'{file}: "validation" must be a list of')
+    change_json(tmp_path, validation=listed[4:])
+    assert complaint(msd_task(tmp_path)) == (
+        f"{file}: case_004.nii.gz stands twice in the lists to train and to validate on; remove one of the two"
+    )
+    change_json(tmp_path, training=listed[:4], val=listed[4:])
+    assert complaint(msd_task(tmp_path)) == f"{file} has the lists validation and val: leave one of them to validate on"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"0": "Background", "1": "left ventricle", "2": "tumour"},
+        {"background": 0, "left_ventricle": 1, "tumour": 2},
+        ["background", "left ventricle", "tumour"],
+    ],
+)
+def test_classes_in_another_order_than_in_dataset_json_are_refused(tmp_path: Path, labels: Any) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    change_json(tmp_path, labels=labels)
+    assert complaint(msd_task(tmp_path, "data.classes=[background, tumour, left ventricle]")) == (
+        f"data.classes: 'tumour' is class 1 here, but class 2 in \"labels\" of {file}: name the classes in the order of "
+        "their numbers, or leave data.classes out"
+    )
+    assert "'background' is class 2 here" in complaint(msd_task(tmp_path, "data.classes=[other, lesion, background]"))
+    for same in ("[background, Left-Ventricle, tumour]", "[nothing, ventricle, mass]"):
+        msd_task(tmp_path, f"data.classes={same}").prepare_data()
+
+
+def test_a_dataset_json_may_begin_with_the_mark_that_windows_puts_there(tmp_path: Path) -> None:
+    file = write_msd(tmp_path) / "dataset.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert len(msd_task(tmp_path).subjects.all) == 5
+
+
 def complaint(task: Any) -> str:
     with pytest.raises(DataError) as caught:
         task.prepare_data()
@@ -191,6 +257,8 @@ def test_what_lies_beside_the_subjects_is_not_passed_over(tmp_path: Path) -> Non
     train = tmp_path / "train"
     (train / "README.txt").write_text("notes")
     (train / ".DS_Store").write_text("")
+    for name in ("._train-0", "__MACOSX", "@eaDir"):
+        (train / name).mkdir()
     folder_task(tmp_path).prepare_data()
     write_nifti(train / "case_7.nii.gz", a_volume((16, 16, 16))[0])
     (train / "case_8").symlink_to(tmp_path / "unmounted")

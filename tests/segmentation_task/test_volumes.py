@@ -224,7 +224,7 @@ def test_a_file_that_changes_after_the_check_is_checked_again(tmp_path: Path, ca
     file = write_nifti(tmp_path / "train" / "train-0" / "label.nii.gz", np.full((16, 16, 16), 7, np.uint8))
     with pytest.raises(DataError) as caught:
         data[0]
-    assert str(caught.value).startswith(f"{file} has the value(s) 7, but data.classes is 2")
+    assert str(caught.value).startswith(f"{file} has the value(s) 7, but there are 2 classes")
 
 
 def test_an_entry_that_is_damaged_is_made_again(tmp_path: Path, reads: list[str]) -> None:

@@ -122,7 +122,10 @@ def _real_keys(loc: tuple[int | str, ...], values: Any) -> KeyPath:
 
 
 def _is_union_tag(part: int | str) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
+    # constrained-int: of an Annotated one.
+    return isinstance(part, str) and (
+        "[" in part or part.removeprefix("constrained-") in ("str", "int", "float", "bool")
+    )
 
 
 def _dotted(path: tuple[int | str, ...]) -> str:

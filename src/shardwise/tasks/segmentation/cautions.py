@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from shardwise.tasks.segmentation.config import SegmentationData
 from shardwise.tasks.segmentation.facts import Facts
-from shardwise.tasks.segmentation.nifti import Grid, by
-from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject
+from shardwise.tasks.segmentation.intensities import TAIL
+from shardwise.tasks.segmentation.nifti import by, mm
+from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject, alike, unread_folders
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,26 @@ def warn_of_shared_names(split: Split) -> None:
         )
 
 
+def warn_of_unread_folders(root: Path, share: float) -> None:
+    """Where a share of train/ is held out: did somebody mean to validate on those in test/?"""
+    if others := unread_folders(root):
+        log.warning(
+            f"{root}: {_list([f'{name}/' for name in others])} beside train/ is not read; {share:.0%} of the subjects in "
+            "train/ are held out for validation. A folder valid/ would be validated on instead"
+        )
+
+
+def warn_of_misplaced_background(classes: Sequence[str]) -> None:
+    names = [alike(name) for name in classes]
+    for name in ("background", "bg"):
+        if name in names[1:]:
+            number = names.index(name, 1)
+            log.warning(
+                f"class {number} is named {classes[number]!r}, but the background is class 0, here {classes[0]!r}, which "
+                "counts for no Dice: put the names in the order of the labels' numbers"
+            )
+
+
 def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
     """Of volumes that are cut into patches as they are: to the network, a voxel is a voxel."""
     sizes = [each.image.upright()[1] for each in facts]
@@ -43,7 +65,7 @@ def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -
         return
     kinds.sort(key=lambda kind: -len(kind[1]))
     lines = [
-        f"{_mm(size)} in {len(members)} of {len(subjects)} volumes, {members[0].image} for example"
+        f"{mm(size)} in {len(members)} of {len(subjects)} volumes, {members[0].image} for example"
         for size, members in kinds[:AT_MOST]
     ]
     more = [f"and {len(kinds) - AT_MOST} other sizes"] if len(kinds) > AT_MOST else []
@@ -56,7 +78,7 @@ def warn_of_mixed_spacing(subjects: Sequence[Subject], facts: Sequence[Facts]) -
 
 def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], options: SegmentationData) -> None:
     """A picture among volumes: copies of it, or zeros, fill what the network sees."""
-    shapes = [_resampled(each.image, options) for each in facts]
+    shapes = [each.image.resampled(options.spacing) for each in facts]
     flat = [
         (subject.image, shape)
         for subject, shape in zip(subjects, shapes, strict=True)
@@ -68,6 +90,25 @@ def warn_of_single_slices(subjects: Sequence[Subject], facts: Sequence[Facts], o
         log.warning(
             f"{len(flat)} of {len(subjects)} volumes are a single slice{after}, and {filled} fill data.size "
             f"{options.size}: {flat[0][0]} is {by(flat[0][1])}"
+        )
+
+
+def warn_of_empty_channels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """The same value in all voxels but a few. Where a whole image has one value, that is an error."""
+    empty = [
+        (subject.image, number, channel)
+        for subject, each in zip(subjects, facts, strict=True)
+        for number, channel in enumerate(each.channels, start=1)
+        # A share s of the voxels, that far from all others, makes a deviation of its root.
+        if not channel.bulk > 0 and channel.deviation <= (channel.highest - channel.lowest) * TAIL**0.5
+    ]
+    if empty:
+        image, number, channel = empty[0]
+        constant = channel.lowest == channel.highest
+        what = f"the value {channel.lowest:g} in all voxels" if constant else "one value in all voxels but a few"
+        log.warning(
+            f"{len({image for image, *_ in empty})} of {len(subjects)} images have nothing, or next to nothing, in a channel: "
+            f"{image} has {what} of channel {number}, for example"
         )
 
 
@@ -90,6 +131,16 @@ def warn_of_unknown_sides(subjects: Sequence[Subject], facts: Sequence[Facts], s
         )
 
 
+def warn_of_two_sides(subjects: Sequence[Subject], facts: Sequence[Facts], sided: Sequence[str]) -> None:
+    """As some tools leave it that change one of the two forms."""
+    torn = [subject for subject, each in zip(subjects, facts, strict=True) if each.image.two_sides]
+    if sided and torn:
+        log.warning(
+            f"the header of {len(torn)} of {len(subjects)} images has two opinions on which side is left (qform and sform "
+            f"contradict each other; sform holds), and the class(es) {_list(sided)} depend on it: {torn[0].image} for example"
+        )
+
+
 def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -> None:
     """`flips` is the probability along left-right, `chosen` where the config says so itself."""
     if not sided:
@@ -101,19 +152,6 @@ def warn_of_flipped_sides(sided: Sequence[str], flips: float, *, chosen: bool) -
         )
     elif not chosen:
         log.info(f"no flips from left to right: the class(es) {_list(sided)} tell one from the other")
-
-
-def _resampled(grid: Grid, options: SegmentationData) -> tuple[int, ...]:
-    """Its shape, before it is scaled to one size."""
-    shape, sizes = grid.upright()
-    if options.spacing is None:
-        return shape
-    sides = zip(shape, sizes, options.spacing, strict=True)
-    return tuple(max(1, round(side * size / wanted)) for side, size, wanted in sides)
-
-
-def _mm(size: tuple[float, float, float]) -> str:
-    return "×".join(f"{side:.4g}" for side in size) + " mm"
 
 
 def _list(names: Sequence[str]) -> str:

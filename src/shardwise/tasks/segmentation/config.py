@@ -36,7 +36,8 @@ class SegmentationData(DataBlock):
         0.2,
         gt=0,
         lt=1,
-        description="Share of subjects held out, chosen by the seed; not used if there is a folder valid/, validation/ or val/.",
+        description="Share of subjects held out, chosen by the seed; not used if there is a folder valid/, validation/ or val/, "
+        "or a list of that name in dataset.json.",
     )
     normalize: Literal["window", "zscore", "none"] | None = Field(
         None,

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from shardwise.data.cache import cache_folder, cache_name, code_stamp, file_stamp, made_once
 from shardwise.errors import DataError
-from shardwise.tasks.segmentation import nifti
+from shardwise.tasks.segmentation import intensities, nifti
+from shardwise.tasks.segmentation.intensities import Intensities, digest_of, intensities_of
 from shardwise.tasks.segmentation.nifti import Grid, read_volume
 from shardwise.tasks.segmentation.subjects import Subject
 
@@ -33,11 +34,21 @@ WHOLE = 1e-3
 class Facts:
     image: Grid
     label: Grid
-    lowest: float
-    """Of the image's voxels, NaN if one of them is."""
-    highest: float
+    channels: list[Intensities]
+    """Of the image."""
+    content: str
+    """The same for images with the same voxels, however they are stored."""
     values: list[float]
     """Those that occur in the label, the first MANY_VALUES of them; what is WHOLE but for rounding is whole here."""
+
+    @property
+    def lowest(self) -> float:
+        """NaN if one of the voxels is."""
+        return float(np.min([channel.lowest for channel in self.channels]))
+
+    @property
+    def highest(self) -> float:
+        return float(np.max([channel.highest for channel in self.channels]))
 
 
 def facts_of(subject: Subject) -> Facts:
@@ -45,7 +56,9 @@ def facts_of(subject: Subject) -> Facts:
     for file in (subject.image, subject.label):
         if not file.is_file():
             raise DataError(f"there is no file {file}: put it there, or take the subject out of the data set")
-    name = cache_name(code_stamp(__file__, nifti.__file__), file_stamp(subject.image, subject.label))
+    name = cache_name(
+        code_stamp(__file__, nifti.__file__, intensities.__file__), file_stamp(subject.image, subject.label)
+    )
     file = cache_folder() / "segmentation" / "checked" / f"{name}.json"
     try:
         return _read(made_once(file, partial(_write, subject)))
@@ -64,10 +77,10 @@ def all_facts(subjects: list[Subject]) -> Iterator[Facts | DataError]:
 def inspect_files(subject: Subject) -> Facts:
     """Reads both files to the end."""
     image, voxels = read_volume(subject.image)
-    lowest, highest = float(voxels.min()), float(voxels.max())
+    channels, content = intensities_of(voxels), digest_of(voxels)
     del voxels  # before the next one comes: they are large
     label, classes = read_volume(subject.label)
-    return Facts(image, label, lowest, highest, _values(classes))
+    return Facts(image, label, channels, content, _values(classes))
 
 
 def _facts_or_error(subject: Subject) -> Facts | DataError:
@@ -84,7 +97,8 @@ def _write(subject: Subject, file: Path) -> None:
 def _read(file: Path) -> Facts:
     content = json.loads(file.read_text())
     image, label = (Grid(**{**content[name], "shape": tuple(content[name]["shape"])}) for name in ("image", "label"))
-    return Facts(image, label, content["lowest"], content["highest"], content["values"])
+    channels = [Intensities(**channel) for channel in content["channels"]]
+    return Facts(image, label, channels, content["content"], content["values"])
 
 
 def _values(label: NDArray[Any]) -> list[float]:

@@ -7,7 +7,8 @@ flipped bits would pass as other voxels.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from shardwise.errors import DataError, one_line
 GZIP = b"\x1f\x8b"
 CHUNK = 1 << 20
 """Bytes read at once of what follows the array."""
+UNITS = {1: ("meter", 1000.0), 3: ("micron", 0.001)}
+"""By their number in a header: their names, and how many mm they are. Without a unit, mm are meant."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,13 @@ class Grid:
     shape: tuple[int, int, int]
     channels: int
     affine: list[list[float]]
+    """In mm."""
     oriented: bool = True
     """Whether the header says how the volume lies. Without, the affine is a guess."""
+    two_sides: bool = False
+    """Whether the header contradicts itself on which side is left: qform and sform are both set."""
+    unit: str = "mm"
+    """In which the header gives the affine."""
 
     def upright(self) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
         """Shape and voxel size in mm, in the order left-right, back-front, down-up."""
@@ -44,6 +52,13 @@ class Grid:
         for place, axis in enumerate(axes):
             shape[axis], spacing[axis] = self.shape[place], float(sizes[place])
         return (shape[0], shape[1], shape[2]), (spacing[0], spacing[1], spacing[2])
+
+    def resampled(self, spacing: Sequence[float] | None) -> tuple[int, ...]:
+        """The upright shape with voxels of that size."""
+        shape, sizes = self.upright()
+        if spacing is None:
+            return shape
+        return tuple(max(1, round(side * size / to)) for side, size, to in zip(shape, sizes, spacing, strict=True))
 
 
 def read_volume(file: Path) -> tuple[Grid, NDArray[Any]]:
@@ -73,6 +88,10 @@ def by(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape))
 
 
+def mm(size: tuple[float, float, float]) -> str:
+    return "×".join(f"{side:.4g}" for side in size) + " mm"
+
+
 def _damaged(file: Path, error: Exception) -> DataError:
     reason = one_line(error) or type(error).__name__
     return DataError(f"{file} is damaged or no NIfTI file ({reason}): copy it again, or remove the subject")
@@ -95,6 +114,8 @@ def _on(stream: IO[bytes], file: Path) -> Any:
     import nibabel
     from nibabel.affines import voxel_sizes
 
+    # It writes to the screen about headers, without the name of the file. What is wrong is told here.
+    logging.getLogger("nibabel.global").setLevel(logging.CRITICAL + 1)
     start = stream.read(540)
     stream.seek(0)
     if start[344:348] == b"n+1\0":
@@ -123,7 +144,14 @@ def _problem(volume: Any) -> str | None:
     from nibabel.nifti1 import data_type_codes
 
     shape = tuple(int(side) for side in volume.shape)
-    if len(shape) not in (3, 4) or not all(shape):
+    if shape and not all(shape):
+        return f"has no voxels, its shape is {by(shape)}: convert it again, or remove the subject"
+    if (offset := int(volume.dataobj.offset)) < (least := volume.header.single_vox_offset):
+        return (
+            f"has a header by which its voxels begin at byte {offset}, inside of the header itself (vox_offset must be "
+            f"{least} or more): convert it again, or remove the subject"
+        )
+    if len(shape) not in (3, 4):
         return f"has the shape {by(shape)}: a volume has three sides, and may have channels after them"
     if volume.get_data_dtype().kind not in "iuf":
         name = data_type_codes.label[int(volume.header["datatype"])]
@@ -150,4 +178,20 @@ def _grid(volume: Any) -> Grid:
     header = volume.header
     oriented = bool(header["sform_code"] > 0 or header["qform_code"] > 0)
     channels = shape[3] if len(shape) == 4 else 1
-    return Grid((shape[0], shape[1], shape[2]), channels, np.asarray(volume.affine, float).tolist(), oriented)
+    unit, size = UNITS.get(int(header["xyzt_units"]) & 7, ("mm", 1.0))
+    affine = np.diag([size, size, size, 1.0]) @ np.asarray(volume.affine, float)
+    two_sides = oriented and _two_sides(header)
+    return Grid((shape[0], shape[1], shape[2]), channels, affine.tolist(), oriented, two_sides, unit)
+
+
+def _two_sides(header: Any) -> bool:
+    from nibabel import io_orientation
+
+    if not (header["sform_code"] > 0 and header["qform_code"] > 0):
+        return False
+    try:
+        axes = [io_orientation(form) for form in (header.get_sform(), header.get_qform())]
+    except Exception:  # of a qform that is none; the sform holds
+        return False
+    sform, qform = (np.where(each[:, 0] == 0, each[:, 1], 0) for each in axes)  # 1 or -1 for the axis to the right
+    return not np.array_equal(sform, qform)

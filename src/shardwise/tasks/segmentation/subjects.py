@@ -15,7 +15,9 @@ from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_sub
 
 ENDINGS = (".nii.gz", ".nii")
 VALIDATION = ("valid", "validation", "val")
-"""The names that the folder of those who are held out may have."""
+"""The names that the folder of those who are held out may have, or their list in a dataset.json."""
+LEFT_BY_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
+"""Folders, in lower case. Hidden ones are left out as well."""
 AT_MOST = 8
 """Problems that one message names."""
 
@@ -31,6 +33,8 @@ class Subject:
 class Split:
     train: list[Subject]
     valid: list[Subject]
+    held_out: bool
+    """Whether the seed has chosen who is validated on, out of all subjects."""
 
     @property
     def all(self) -> list[Subject]:
@@ -42,7 +46,9 @@ class DatasetJson:
     """What is used of the dataset.json of a Decathlon task."""
 
     file: Path
-    subjects: list[Subject]
+    train: list[Subject]
+    valid: list[Subject]
+    """Empty where it lists nobody to validate on."""
     labels: Any
     """As they stand there; they need not be right where the config names the classes."""
     channels: int
@@ -57,6 +63,21 @@ class DatasetJson:
         both = [*self.labels, *self.labels.values()] if isinstance(self.labels, dict) else []
         return [name for name in both if isinstance(name, str)]
 
+    def check_order(self, classes: list[str]) -> None:
+        """Of names that the config gives. A class may be renamed, but the name of one cannot be that of another."""
+        labels = dict(enumerate(self.labels)) if isinstance(self.labels, list) else self.labels
+        numbers: dict[str, int] = {}
+        for key, value in labels.items() if isinstance(labels, dict) else ():
+            name, number = (value, key) if str(key).isdecimal() else (key, value)
+            if str(number).isdecimal():
+                numbers[alike(str(name))] = int(number)
+        for place, name in enumerate(classes):
+            if (there := numbers.get(alike(name), place)) != place:
+                raise DataError(
+                    f'data.classes: {name!r} is class {place} here, but class {there} in "labels" of {self.file}: '
+                    "name the classes in the order of their numbers, or leave data.classes out"
+                )
+
 
 def find_subjects(options: SegmentationData, seed: int) -> Split:
     """Training and validation subjects, in an order that depends on nothing but their names and the seed."""
@@ -67,7 +88,10 @@ def find_subjects(options: SegmentationData, seed: int) -> Split:
         return _hold_out(subjects, options.valid_fraction, seed)
     root = _root(options)
     if options.source == "msd":
-        return _hold_out(read_dataset_json(root).subjects, options.valid_fraction, seed)
+        listed = read_dataset_json(root)
+        if listed.valid:
+            return Split(listed.train, listed.valid, held_out=False)
+        return _hold_out(listed.train, options.valid_fraction, seed)
     train = _subjects_in(root / "train")
     held_out = _validation_folder(root)
     if held_out is None:
@@ -80,17 +104,23 @@ def read_dataset_json(root: Path) -> DatasetJson:
     if not file.is_file():
         raise DataError(f"data.root: there is no {file}; source: msd reads a task folder of the Decathlon, unpacked")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))  # some editors begin it with a mark
     except ValueError as error:  # of JSON or of UTF-8
         raise DataError(f"{file} is not valid JSON: {error}") from None
     training = content.get("training") if isinstance(content, dict) else None
     if not isinstance(training, list) or not training:
         raise DataError(f'{file}: no list "training" of {{"image": …, "label": …}}')
-    subjects = [_listed(root, file, number, entry) for number, entry in enumerate(training)]
-    _each_once(file, subjects)
+    train = [_listed(root, file, "training", number, entry) for number, entry in enumerate(training)]
+    valid = _validation_list(root, file, content)
+    _each_once(file, train, valid)
     modalities = content.get("modality")
     channels = len(modalities) if isinstance(modalities, dict | list) and modalities else 1
-    return DatasetJson(file, subjects, content.get("labels"), channels)
+    return DatasetJson(file, train, valid, content.get("labels"), channels)
+
+
+def alike(name: str) -> str:
+    """The same for names that mean the same class."""
+    return " ".join(re.split(r"[\W_]+", name.casefold())).strip()
 
 
 def several(problems: list[str]) -> DataError:
@@ -122,6 +152,12 @@ def _validation_folder(root: Path) -> Path | None:
     return alike[0] if alike else None
 
 
+def unread_folders(root: Path) -> list[str]:
+    """Beside train/, with subjects in them."""
+    beside = (path for path in sorted(root.iterdir()) if path.name != "train" and not _of_a_system(path.name))
+    return [path.name for path in beside if any(path.glob("*/img.nii*"))]
+
+
 def _looks_like_validation(path: Path) -> bool:
     name = path.name.lower()
     if name in VALIDATION:
@@ -132,7 +168,7 @@ def _looks_like_validation(path: Path) -> bool:
 def _subjects_in(folder: Path) -> list[Subject]:
     if not folder.is_dir():
         raise DataError(f"data.root: there is no folder {folder}; source: folder reads train/<subject>/img.nii.gz")
-    there = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    there = sorted(path for path in folder.iterdir() if not _of_a_system(path.name))
     if not any(path.is_dir() for path in there):
         raise DataError(f"{folder} holds no subjects: put each into a folder of its own, <subject>/img.nii.gz")
     found: list[Subject] = []
@@ -150,6 +186,10 @@ def _subjects_in(folder: Path) -> list[Subject]:
     if problems:
         raise several(problems)
     return found
+
+
+def _of_a_system(name: str) -> bool:
+    return name.startswith(".") or name.lower() in LEFT_BY_SYSTEMS
 
 
 def _subject_in(folder: Path) -> Subject:
@@ -185,22 +225,32 @@ def _same_file(subject: Subject) -> str | None:
     return None
 
 
-def _listed(root: Path, file: Path, number: int, entry: Any) -> Subject:
+def _validation_list(root: Path, file: Path, content: dict[str, Any]) -> list[Subject]:
+    keys = [key for key in VALIDATION if content.get(key)]
+    if len(keys) > 1:
+        raise DataError(f"{file} has the lists {' and '.join(keys)}: leave one of them to validate on")
+    if keys and not isinstance(content[keys[0]], list):
+        raise DataError(f'{file}: "{keys[0]}" must be a list of {{"image": …, "label": …}}, or be left out')
+    return [_listed(root, file, key, number, entry) for key in keys for number, entry in enumerate(content[key])]
+
+
+def _listed(root: Path, file: Path, key: str, number: int, entry: Any) -> Subject:
     image, label = (entry.get("image"), entry.get("label")) if isinstance(entry, dict) else (None, None)
     if not (isinstance(image, str) and isinstance(label, str) and image and label):
-        raise DataError(f'{file}: entry {number} of "training" must be {{"image": …, "label": …}}, not {entry!r}')
+        raise DataError(f'{file}: entry {number} of "{key}" must be {{"image": …, "label": …}}, not {entry!r}')
     return Subject(Path(image).name.partition(".nii")[0], root / image, root / label)
 
 
-def _each_once(file: Path, subjects: list[Subject]) -> None:
+def _each_once(file: Path, train: list[Subject], valid: list[Subject]) -> None:
     """Listed twice, an image could be trained on and held out at once; a label twice is one of another image."""
+    lists = "the lists to train and to validate on" if valid else "the training list"
     seen: set[Path] = set()
-    for subject in subjects:
+    for subject in train + valid:
         if problem := _same_file(subject):
             raise DataError(f"{file}: {problem}")
         for listed, shown in ((subject.image, subject.image.name), (subject.label, f"the label {subject.label.name}")):
             if listed.resolve() in seen:
-                raise DataError(f"{file}: {shown} stands twice in the training list; remove one of the two")
+                raise DataError(f"{file}: {shown} stands twice in {lists}; remove one of the two")
             seen.add(listed.resolve())
 
 
@@ -226,7 +276,7 @@ def _hold_out(subjects: list[Subject], share: float, seed: int) -> Split:
             "there must be two or more"
         )
     train, valid = ([subjects[index] for index in part] for part in hold_out(len(subjects), share, seed))
-    return Split(train, valid)
+    return Split(train, valid, held_out=True)
 
 
 def _apart(train: list[Subject], valid: list[Subject]) -> Split:
@@ -234,4 +284,4 @@ def _apart(train: list[Subject], valid: list[Subject]) -> Split:
     trained = {subject.image.resolve() for subject in train}
     if both := [subject for subject in valid if subject.image.resolve() in trained]:
         raise several([f"{subject.image} is also in train/: remove it from one of the two" for subject in both])
-    return Split(train, valid)
+    return Split(train, valid, held_out=False)

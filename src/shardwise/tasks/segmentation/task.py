@@ -87,6 +87,8 @@ class SegmentationTask(Task):
     def prepare_data(self) -> None:
         if self.data.source == "synthetic":
             make_synthetic(self.data, self.config.seed)
+        if self.data.source == "msd" and isinstance(self.data.classes, list):
+            read_dataset_json(Path(str(self.data.root))).check_order(self.data.classes)
         facts = check_subjects(self.subjects.all, len(self.classes), self._known_channels(), self.data)
         check_foreground(self.subjects, facts, self.classes)
         self._caution(facts)
@@ -98,12 +100,17 @@ class SegmentationTask(Task):
         everybody = self.subjects.all
         if self.data.source == "folder":
             cautions.warn_of_shared_names(self.subjects)
+            if self.subjects.held_out:
+                cautions.warn_of_unread_folders(Path(str(self.data.root)), self.data.valid_fraction)
+        cautions.warn_of_misplaced_background(self.classes)
         cautions.warn_of_single_slices(everybody, facts, self.data)
+        cautions.warn_of_empty_channels(everybody, facts)
         if self._known_channels() is None:
             cautions.warn_of_guessed_channels(everybody, facts)
         if self.in_patches and self.data.spacing is None:
             cautions.warn_of_mixed_spacing(everybody, facts)
         cautions.warn_of_unknown_sides(everybody, facts, self._sided)
+        cautions.warn_of_two_sides(everybody, facts, self._sided)
         cautions.warn_of_flipped_sides(self._sided, self.flips[0], chosen=self.data.flips is not None)
 
     @cached_property
