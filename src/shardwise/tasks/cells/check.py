@@ -49,13 +49,16 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     if files is None:
         return None
     scales = [tally.scale() for tally in tallies]
-    for note in check_alike([tally.path for tally in tallies], scales):
+    notes = check_alike([tally.path for tally in tallies], scales)
+    for note in notes:
         log.warning(note)
     for tally, scale in zip(tallies, scales, strict=True):
         if scale.doubt:
             log.warning(f"{tally.path}: {scale.doubt}")
         if against := _against_normalize(scale, options):
             log.warning(f"{tally.path}: {against}")
+    if notes:
+        return "values that are not alike in all files"
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
 
 
