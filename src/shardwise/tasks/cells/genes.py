@@ -13,7 +13,7 @@ import numpy as np
 from anndata.io import read_elem
 
 from shardwise.errors import DataError
-from shardwise.tasks.cells.opening import reading
+from shardwise.tasks.cells.opening import missing_chunks, reading
 
 _NO_NAMES = {"", "nan", "NaN", "NA", "N/A", "None", "<NA>", "null"}
 """What stands where a table had nothing, after it was made text."""
@@ -40,6 +40,9 @@ def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNam
     if column not in var:
         held = ", ".join(name for name in var if not name.startswith("__"))
         raise DataError(f"{path}: {table} has no column {column!r}. It has: {held}. Set data.gene_key accordingly")
+    texts = var[column]["categories"] if "categories" in getattr(var[column], "keys", tuple)() else var[column]
+    if missing := missing_chunks(texts):
+        raise DataError(f"{path}: {missing}, and the names of genes in them: the store is not whole. Copy it again")
     names = _texts(read_elem(var[column]))
     where = f"{table}[{column!r}]" if key else f"the index of {table}"
     notes = _check_missing(path, names, where, var, column)
