@@ -385,7 +385,7 @@ def test_data_without_any_gene_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("again", ["in one file", "as another file"])
 def test_cells_that_are_in_the_data_twice_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
     cells = counts(cells=100) + 1
     if again == "in one file":
@@ -394,10 +394,17 @@ def test_cells_that_are_in_the_data_twice_are_told(
     else:
         paths = [write_cells(tmp_path / name, cells) for name in ("a.h5ad", "b.h5ad")]
         number, total = 200, 200
-    said = prepared(*paths, caplog=caplog)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.tasks.cells.task.STREAMED", 50)
+        said = prepared(*paths, caplog=caplog, streaming="true")
     assert f"{number} of the {total} cells looked at are exactly the same as another one, in {paths[0]}" in said
     assert str(paths[-1]) in said
-    assert "exactly the same" not in prepared(write_cells(tmp_path / "c.h5ad", counts(300)), caplog=caplog)
+    assert "exactly the same" not in prepared(
+        write_cells(tmp_path / "c.h5ad", counts(300)), caplog=caplog, streaming="true"
+    )
+    for streaming in ("true", "false"):
+        said = prepared(*paths, caplog=caplog, streaming=streaming)
+        assert "exactly the same" not in said, "that is told where all are compared with those held out"
 
 
 def test_an_encoder_of_counts_does_not_embed_logged_cells(tmp_path: Path) -> None:

@@ -32,10 +32,13 @@ def scales_of(source: H5adFiles) -> list[Scale]:
     return _scales(source, _pieces(source.bounds.tolist(), 32, blocks * len(source.files), blocks))
 
 
-def check_cells(source: CellSource, options: CellsData) -> str | None:
-    """Read all cells, or, of a huge corpus, pieces spread evenly over it. Returns what their values look like."""
+def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str | None:
+    """Read all cells, or, of a huge corpus, pieces spread evenly over it. Returns what their values look like.
+
+    `twins`: cells that are there twice are told. Not where all are compared with those held out (see overlap.py).
+    """
     files = source if isinstance(source, H5adFiles) else None
-    look = _Look(len(files.files) if files else 1)
+    look = _Look(len(files.files) if files else 1, twins)
     with ExitStack() as stack:
         tallies = stack.enter_context(files.tallied()) if files else []
         bounds: list[int] = files.bounds.tolist() if files else [0, len(source)]
@@ -116,7 +119,8 @@ def _against_normalize(scale: Scale, options: CellsData) -> str | None:
 class _Look:
     """What is seen of the cells as they are trained on: those without genes, and those that are there twice."""
 
-    def __init__(self, files: int) -> None:
+    def __init__(self, files: int, twins: bool) -> None:
+        self._twins = twins
         self.cells, self.empty = np.zeros(files, np.int64), np.zeros(files, np.int64)
         self._prints: list[NDArray[np.uint64]] = []
         self._files: list[int] = []
@@ -125,7 +129,7 @@ class _Look:
         lengths = rows.lengths
         self.cells[number] += len(rows)
         self.empty[number] += int((lengths == 0).sum())
-        if (lengths >= TELLING).any():
+        if self._twins and (lengths >= TELLING).any():
             filled = np.flatnonzero(lengths)
             prints = np.add.reduceat(_bits(rows), rows.starts[filled])
             self._files.append(number)
