@@ -336,6 +336,15 @@ def test_values_that_do_not_fit_data_normalize_are_told_once(
         assert len(warnings) == 1 and said in warnings[0] and str(path) in warnings[0]
 
 
+def test_many_files_that_do_not_fit_data_normalize_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [write_cells(tmp_path / f"{n}.h5ad", normalised(counts(60, seed=n))) for n in range(6)]
+    said = prepared(*paths, caplog=caplog)
+    assert said.count("data.normalize: log1p scales and logs them") == 1
+    assert f"{paths[0]}: it holds normalised" in said and "for 5 more files" in said and str(paths[1]) in said
+
+
 def test_files_normalised_to_different_sums_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [write_cells(tmp_path / f"{t}.h5ad", logged(counts(seed=t), 10.0**t)) for t in (4, 6)]
     said = prepared(*paths, caplog=caplog)

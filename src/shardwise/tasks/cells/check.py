@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from shardwise.tasks.cells.config import CellsData
 from shardwise.tasks.cells.h5ad import H5adFiles
 from shardwise.tasks.cells.rows import CellSource, SparseRows
 from shardwise.tasks.cells.scale import Scale, Tally, check_alike
+from shardwise.tasks.cells.wording import for_all_files, shape_of
 
 PIECE, MOST_PIECES = 1024, 1024
 """A million cells are read in full; of more, as many pieces spread evenly, and some of every file."""
@@ -55,11 +58,14 @@ def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str |
     notes = check_alike([tally.path for tally in tallies], scales)
     for note in notes:
         log.warning(note)
+    told: defaultdict[str, list[tuple[Path, str]]] = defaultdict(list)
     for tally, scale in zip(tallies, scales, strict=True):
-        if scale.doubt:
-            log.warning(f"{tally.path}: {scale.doubt}")
-        if against := _against_normalize(scale, options):
-            log.warning(f"{tally.path}: {against}")
+        for what in (scale.doubt, _against_normalize(scale, options)):
+            if what:
+                told[shape_of(what, tally.path)].append((tally.path, f"{tally.path}: {what}"))
+    for alike in told.values():
+        for text in for_all_files(alike):
+            log.warning(text)
     if notes:
         return "values that are not alike in all files"
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)

@@ -14,10 +14,13 @@ from anndata.io import read_elem
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.opening import missing_chunks, reading
+from shardwise.tasks.cells.wording import some
 
 _NO_NAMES = {"", "nan", "NaN", "NA", "N/A", "None", "<NA>", "null"}
 """What stands where a table had nothing, after it was made text."""
 _BARCODE = re.compile(r"[ACGTN]{8,}([-_.:].*)?$")
+_PLACEHOLDER = 5
+"""So many genes of one name, and most of those whose name is there again: it stands where there is none."""
 _MOST_GENES = 70_000
 """No annotation has so many. Row numbers are smaller; of Entrez ids, which are whole numbers as well, some are larger."""
 
@@ -49,15 +52,24 @@ def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNam
     present = [name for name in names if name]
     if key is None and _are_barcodes(present):
         raise DataError(
-            f"{path}: the names of its genes, in {where}, look like the barcodes of cells ({_some(present)}). Is the matrix "
+            f"{path}: the names of its genes, in {where}, look like the barcodes of cells ({some(present)}). Is the matrix "
             "transposed? Write it with cells as rows: adata.T.write_h5ad(…). If they are genes, say so with "
             f"data.gene_key: {column}"
         )
     times = Counter(present)
     if len(times) < len(present):
+        name, most = times.most_common(1)[0]
+        if most >= _PLACEHOLDER and 2 * (most - 1) > len(present) - len(times):
+            called = some([name], repr)
+            place = "var_names" if key is None else f"var[{key!r}]"
+            raise DataError(
+                f"{path}: {most} of its {len(names)} genes have the same name, {called}, in {where}: it seems to stand where "
+                f"there is no name. Choose another column with data.gene_key{_columns_hint(var, column)}, or take those genes "
+                f"out: adata[:, adata.{place} != {called}].write_h5ad(…)"
+            )
         twice = [name for name, number in times.items() if number > 1]
         raise DataError(
-            f"{path}: {len(present) - len(times)} gene names occur more than once, for example {_some(twice, repr)}. Make "
+            f"{path}: {len(present) - len(times)} gene names occur more than once, for example {some(twice, repr)}. Make "
             "them unique (adata.var_names_make_unique()), or choose another column with data.gene_key"
             f"{_columns_hint(var, column)}"
         )
@@ -117,7 +129,7 @@ def _check_missing(path: Path, names: list[str], where: str, var: Any, column: s
 
 def _columns_hint(var: Any, column: str) -> str:
     columns = _name_columns(var, column)
-    return f" ({'; '.join(f'{name}: {_some(names)}' for name, names in list(columns.items())[:4])})" if columns else ""
+    return f" ({'; '.join(f'{name}: {some(names)}' for name, names in list(columns.items())[:4])})" if columns else ""
 
 
 def _are_row_numbers(names: list[str]) -> bool:
@@ -129,7 +141,3 @@ def _are_row_numbers(names: list[str]) -> bool:
 
 def _are_barcodes(names: list[str]) -> bool:
     return len(names) > 1 and 2 * sum(bool(_BARCODE.match(name)) for name in names) > len(names)
-
-
-def _some(names: list[str], how: Any = str) -> str:
-    return ", ".join(how(name) for name in names[:3])
