@@ -204,9 +204,13 @@ def test_a_vocabulary_that_names_few_of_the_genes_is_told(tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", '{"genes": ["G0", "G1"]}', "not an object whose 'genes' is a list"),
-        ("a.json", '[["G0"], ["G1"]]', "not a list with a list in it"),
-        ("a.json", '"G0"', "not a str"),
+        (
+            "a.json",
+            '{"genes": ["G0", "G1"]}',
+            'begins with \'{"genes": ["G0", "G1"]}\', and is expected to be a list of names',
+        ),
+        ("a.json", '[["G0"], ["G1"]]', "or an object with the names as keys"),
+        ("a.json", '"G0"', "is expected to be a list of names"),
         ("a.txt", ",".join(f"G{i}" for i in range(20_000)), "looks comma-separated, and one gene per line is expected"),
         ("a.tsv", "ENSG1\tG0\nENSG2\tG1\nENSG3", "looks tab-separated"),
         ("a.csv", "G0;1\nG1;2\n", "looks semicolon-separated"),
@@ -259,6 +263,58 @@ def test_a_vocabulary_of_one_gene_is_told(tmp_path: Path, caplog: pytest.LogCapt
     assert any(
         "the vocabulary is one gene, A: there are no others to predict it from" in w for w in warnings_of(caplog)
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "pairs"),
+    [
+        (
+            SYMBOLS,
+            ["g0", "g1", *SYMBOLS[2:]],
+            "differ only in case or version, 2 in all, are trained on as different ones: G0, g0; G1, g1.",
+        ),
+        (
+            ENSEMBL,
+            [f"{ENSEMBL[0]}.2", *ENSEMBL[1:]],
+            f"in case or version, 1 in all, are trained on as different ones: {ENSEMBL[0]}, ",
+        ),
+        ([f"{e}.5" for e in ENSEMBL], [f"{ENSEMBL[0]}.6", *[f"{e}.5" for e in ENSEMBL[1:]]], ".5, ENSG00000000000.6."),
+        ([*SYMBOLS[:-1], "g0"], None, "in case or version, 1 in all, are trained on as different ones: G0, g0."),
+        ([*SYMBOLS[:-2], "RP11-34P13.7", "RP11-34P13.8"], None, None),
+    ],
+)
+def test_names_that_differ_only_in_case_or_version_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, one: list[str], other: list[str] | None, pairs: str | None
+) -> None:
+    paths = [file_of(tmp_path / f"{n}.h5ad", names, n) for n, names in enumerate((one, other)) if names]
+    prepared(*paths, caplog=caplog)
+    assert [pairs in said for said in warnings_of(caplog) if pairs] == ([True] if pairs else [])
+    assert pairs or not warnings_of(caplog)
+
+
+def test_antibodies_and_peaks_among_the_genes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ["Gene Expression"] * 8 + ["Antibody Capture"] * 4
+    path = file_of(tmp_path / "a.h5ad", SYMBOLS, feature_types=kinds)
+    prepared(path, caplog=caplog)
+    (said,) = warnings_of(caplog)
+    assert f"{path}: what it calls genes is of several kinds (Gene Expression: 8, Antibody Capture: 4)" in said
+    assert "adata[:, adata.var['feature_types'] == 'Gene Expression']" in said
+    prepared(file_of(tmp_path / "b.h5ad", SYMBOLS, feature_types=kinds[:1] * GENES), caplog=caplog)
+    assert warnings_of(caplog) == []
+
+
+def test_labels_that_hardly_two_cells_share_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for groups, told in ((60, 1), (6, 0)):
+        path = write_cells(
+            tmp_path / "a.h5ad",
+            random_counts(60, GENES) + 1,
+            SYMBOLS,
+            labels=[f"c{cell % groups}" for cell in range(60)],
+        )
+        prepared(path, caplog=caplog)
+        said = warnings_of(caplog)
+        assert len(said) == told
+        assert not told or "data.label_key: cell_type has 60 different values for 60 cells" in said[0]
 
 
 @pytest.mark.parametrize("strategy", ["rank_value", "binned_expression", "continuous_projection"])

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.config import CellsData
-from shardwise.tasks.cells.h5ad import H5adFiles
+from shardwise.tasks.cells.h5ad import DEFAULT_LABEL, H5adFiles
 from shardwise.tasks.cells.rows import CellSource, SparseRows
 from shardwise.tasks.cells.scale import Scale, Tally, check_alike
 from shardwise.tasks.cells.wording import for_all_files, shape_of
@@ -25,6 +25,9 @@ PIECE, MOST_PIECES = 1024, 1024
 FEWEST_OF_A_FILE = 4
 TELLING = 10
 """Two cells that agree in so many genes and all their values are the same cell."""
+
+MOST_LABELS = 20
+"""Of fewer, a few cells may each have their own."""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +74,12 @@ def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str |
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
 
 
-def check_held_out(rows: SparseRows, options: CellsData) -> None:
+def check_held_out(rows: SparseRows, labels: Sequence[str], cells: int, options: CellsData) -> None:
+    if len(labels) > max(MOST_LABELS, cells // 2):
+        log.warning(
+            f"data.label_key: {options.label_key or DEFAULT_LABEL} has {len(labels)} different values for {cells} cells: "
+            "neighbours hardly share one, and knn_agreement says nothing. Choose a column with groups of cells"
+        )
     if not rows.lengths.any():
         raise DataError(
             f"none of the {len(rows)} cells held out of {', '.join(options.paths[:3])} has any gene: there is nothing to "

@@ -56,16 +56,21 @@ def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNam
             "transposed? Write it with cells as rows: adata.T.write_h5ad(…). If they are genes, say so with "
             f"data.gene_key: {column}"
         )
+    notes += _check_kinds(path, var)
     times = Counter(present)
     if len(times) < len(present):
         name, most = times.most_common(1)[0]
         if most >= _PLACEHOLDER and 2 * (most - 1) > len(present) - len(times):
             called = some([name], repr)
             place = "var_names" if key is None else f"var[{key!r}]"
+            rest = (
+                f", or take those genes out: adata[:, adata.{place} != {called}].write_h5ad(…)"
+                if len(times) > 1
+                else ""
+            )
             raise DataError(
                 f"{path}: {most} of its {len(names)} genes have the same name, {called}, in {where}: it seems to stand where "
-                f"there is no name. Choose another column with data.gene_key{_columns_hint(var, column)}, or take those genes "
-                f"out: adata[:, adata.{place} != {called}].write_h5ad(…)"
+                f"there is no name. Choose another column with data.gene_key{_columns_hint(var, column)}{rest}"
             )
         twice = [name for name, number in times.items() if number > 1]
         raise DataError(
@@ -125,6 +130,19 @@ def _check_missing(path: Path, names: list[str], where: str, var: Any, column: s
     if 2 * len(missing) >= len(names):
         raise DataError(f"{what}. Choose another column with data.gene_key{_columns_hint(var, column)}")
     return [f"{what}. They are left out. Another column can be chosen with data.gene_key{_columns_hint(var, column)}"]
+
+
+def _check_kinds(path: Path, var: Any) -> list[str]:
+    """Cell Ranger writes antibodies and peaks beside genes, and says so in this column."""
+    kinds = Counter(_texts(read_elem(var["feature_types"]))) if "feature_types" in var else Counter[str]()
+    if len(kinds) < 2:
+        return []
+    listed = ", ".join(f"{kind or 'none'}: {number}" for kind, number in kinds.most_common(5))
+    one = kinds.most_common(1)[0][0]
+    return [
+        f"{path}: what it calls genes is of several kinds ({listed}), and all are trained on as genes. To keep one kind: "
+        f"adata[:, adata.var['feature_types'] == {one!r}].write_h5ad(…)"
+    ]
 
 
 def _columns_hint(var: Any, column: str) -> str:

@@ -63,8 +63,8 @@ class ShardFiles(SeveralFiles["_Shard"]):
         """Sizes are compared at the start, contents are not: that would take as long as reading everything."""
         file = self.files[number]
         return DataError(
-            f"{file} is damaged: {what}. Which files are whole:  {command('data', 'verify', file.parent)}  Make the copy anew, "
-            "or copy it again"
+            f"{file} is damaged: {what}. Make the copy anew, or copy it again. Which files are whole:  "
+            f"{command('data', 'verify', file.parent)}"
         )
 
     def _open_one(self, number: int) -> _Shard:

@@ -60,7 +60,8 @@ class CellsTask(Task):
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
         some = self._data.streaming and corpus.split.kept > STREAMED
         values = check_cells(corpus.training, self._data, twins=some)
-        check_held_out(corpus.validation_cells()[0], self._data)
+        rows, _, _, labels = corpus.validation_cells()
+        check_held_out(rows, labels, len(corpus.training), self._data)
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quie
         _check_names(files, None, warn)
         _check_shared(files, warn)
         genes = list(dict.fromkeys(gene for file in files for gene in file.genes if gene))
+        if not quiet:
+            _check_spelling(genes, warn)
         why = f"gene_vocab: {NOT_SHIPPED} does not come with shardwise, so " if gene_vocab else ""
         say(f"{why}the vocabulary is the {len(genes)} genes of the data; give a file as data.gene_vocab to fix it")
     else:
@@ -125,6 +128,23 @@ def _check_shared(files: Sequence[H5adFile], warn: Callable[[str], None]) -> Non
     _tell(apart_from_others, warn)
 
 
+_VERSIONED = re.compile(r"(ENS[A-Z]*\d{6,}|[NX][MR]_\d+)\.\d+$")
+"""An Ensembl or RefSeq id with its version. In other names, a number after a dot belongs to the name."""
+
+
+def _check_spelling(genes: Sequence[str], warn: Callable[[str], None]) -> None:
+    spellings: defaultdict[str, list[str]] = defaultdict(list)
+    for gene in genes:
+        spellings[_VERSIONED.sub(r"\1", gene).upper()].append(gene)
+    several = [names for names in spellings.values() if len(names) > 1]
+    if several:
+        pairs = "; ".join(some(names) for names in several[:3])
+        warn(
+            f"genes whose names differ only in case or version, {len(several)} in all, are trained on as different ones: "
+            f"{pairs}. Where they are the same, write them alike, or choose another column with data.gene_key"
+        )
+
+
 def _tell(told: Sequence[tuple[Path, str]], say: Callable[[str], None]) -> None:
     for text in for_all_files(told) if told else ():
         say(text)
@@ -178,8 +198,8 @@ def _read(path: Path) -> list[str]:
             raise DataError(f"data.gene_vocab: {path} is not JSON: {error}") from None
         if not _are_names(content):
             raise DataError(
-                f'data.gene_vocab: {path} is expected to hold a list of names (["TP53", …]), or an object with the names as '
-                f"keys and their numbers as values, not {_what_json(content)}"
+                f"data.gene_vocab: {path} begins with {some([text.strip()], repr)}, and is expected to be a list of names "
+                '(["TP53", …]), or an object with the names as keys and their numbers as values'
             )
         listed = [str(gene).strip() for gene in content]
         genes = [gene for gene in listed if gene]
@@ -206,12 +226,3 @@ def _are_names(content: Any) -> bool:
     if isinstance(content, dict):
         return all(isinstance(number, int) for number in content.values())
     return isinstance(content, list) and all(isinstance(gene, str | int) for gene in content)
-
-
-def _what_json(content: Any) -> str:
-    if isinstance(content, dict):
-        key, value = next((key, value) for key, value in content.items() if not isinstance(value, int))
-        return f"an object whose {some([key], repr)} is a {type(value).__name__}"
-    if isinstance(content, list):
-        return f"a list with a {next(type(each).__name__ for each in content if not isinstance(each, str | int))} in it"
-    return f"a {type(content).__name__}"
