@@ -64,6 +64,10 @@ SCALES: dict[str, tuple[Callable[[Values], Values], str]] = {
         lambda v: np.log10(1 + normalised(v)),
         "logged values (base 10): before the log each cell adds up to 10000",
     ),
+    "fractions of many genes": (
+        lambda v: normalised(np.hstack([v] * 8), 1),
+        "normalised values, not logged: each cell adds up to 1;",
+    ),
     "fractions, logged": (
         lambda v: logged(v, 1),
         "logged values (natural logarithm): before the log each cell adds up to 1",

@@ -172,12 +172,12 @@ def _judged(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
         undone = may_be_logged & ~np.isnan(cells["undone 0"])
         groups = _groups(cells, undone)
         _check_one_base(path, groups, undone, cells["cell"])
-        common = groups[0] if groups else None
-        if common and common.base is not None and common.members.sum() >= _MOST * undone.sum():
+        common = groups[0] if groups and groups[0].members.sum() >= _MOST * undone.sum() else None
+        if common and common.base is not None:
             name, sums = _BASES[common.base][0], f"before the log each cell adds up to {common.total:.6g}"
             _check_one_scale(path, cells, "logged values", may_be_logged)
             return Scale("logged", f"logged values ({name}): {sums}", common.total, name)
-        for base, (name, _) in enumerate(_BASES):
+        for base, (name, _) in enumerate(_BASES if common is None else ()):
             if _whole_sums(cells[f"undone {base}"][undone]):
                 # log2(1 + 1) and log2(1 + 3) are whole numbers as well.
                 by_chance = (largest <= LARGEST_LOG) & (base > 0)
