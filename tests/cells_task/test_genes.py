@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_names_that_occur_twice_are_counted_with_examples_and_other_columns(tmp_
         corpus_of(path, gene_key="symbol")
 
 
+@pytest.mark.parametrize("key", ["symbol", None])
+def test_a_name_that_stands_where_there_is_none_is_told_as_such(tmp_path: Path, key: str | None) -> None:
+    names = [*["unknown"] * 6, "B", "B", *SYMBOLS[8:]]
+    path = file_of(tmp_path / "a.h5ad", names if key is None else ENSEMBL, symbol=ENSEMBL if key is None else names)
+    with pytest.raises(DataError) as refused:
+        corpus_of(path, **({"gene_key": key} if key else {}))
+    said = str(refused.value)
+    assert f"{path}: 6 of its 12 genes have the same name, 'unknown', in " in said and "make_unique" not in said
+    assert f"adata[:, adata.{'var[' + repr(key) + ']' if key else 'var_names'} != 'unknown']" in said
+    assert "data.gene_key (" in said and ENSEMBL[0] in said
+
+
 def test_a_column_of_categories_or_of_text_that_may_be_missing_is_read(tmp_path: Path) -> None:
     path = file_of(tmp_path / "a.h5ad", ENSEMBL, symbol=SYMBOLS)
     with h5py.File(path, "r+") as file:
@@ -188,11 +201,120 @@ def test_a_vocabulary_that_names_few_of_the_genes_is_told(tmp_path: Path, caplog
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.json",
+            '{"genes": ["G0", "G1"]}',
+            'begins with \'{"genes": ["G0", "G1"]}\', and is expected to be a list of names',
+        ),
+        ("a.json", '[["G0"], ["G1"]]', "or an object with the names as keys"),
+        ("a.json", '"G0"', "is expected to be a list of names"),
+        ("a.txt", ",".join(f"G{i}" for i in range(20_000)), "looks comma-separated, and one gene per line is expected"),
+        ("a.tsv", "ENSG1\tG0\nENSG2\tG1\nENSG3", "looks tab-separated"),
+        ("a.csv", "G0;1\nG1;2\n", "looks semicolon-separated"),
+    ],
+)
+def test_a_vocabulary_of_another_kind_is_refused_with_what_is_expected(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as refused:
+        corpus_of(file_of(tmp_path / "a.h5ad", SYMBOLS), gene_vocab=tmp_path / name)
+    said = str(refused.value)
+    assert f"data.gene_vocab: {tmp_path / name} " in said and message in said and len(said) < 400 + len(str(tmp_path))
+
+
+def test_a_vocabulary_in_json_is_a_list_or_has_a_number_for_each_gene(tmp_path: Path) -> None:
+    path = file_of(tmp_path / "a.h5ad", SYMBOLS)
+    for content in (json.dumps(SYMBOLS), json.dumps({name: number for number, name in enumerate(SYMBOLS)})):
+        (tmp_path / "a.json").write_text(content)
+        assert list(corpus_of(path, gene_vocab=tmp_path / "a.json").genes) == SYMBOLS
+
+
+def test_long_names_are_cut_where_they_are_quoted(tmp_path: Path) -> None:
+    first, second = (
+        file_of(tmp_path / f"{n}.h5ad", [mark * 5_000 + str(i) for i in range(GENES)]) for n, mark in enumerate("GH")
+    )
+    with pytest.raises(DataError, match=rf"like {'H' * 40}…, {'H' * 40}…") as refused:
+        corpus_of(first, second)
+    assert len(str(refused.value)) < 2_000
+
+
+def test_what_holds_for_many_files_is_told_once_with_their_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [file_of(tmp_path / f"{n}.h5ad", ["G0", *[f"H{n}-{i}" for i in range(GENES - 1)]], n) for n in range(8)]
+    prepared(*paths, caplog=caplog)
+    (said,) = warnings_of(caplog)
+    assert f"{paths[0]} has 1 of its 12 genes in common with the other files" in said
+    assert f"for 7 more files: {paths[1]}, {paths[2]}, {paths[3]}, …" in said
+    assert sum("genes of the vocabulary" in record.getMessage() for record in caplog.records) == 1
+    symbols = [None, *SYMBOLS[1:]]
+    paths = [file_of(tmp_path / f"{n}.h5ad", ENSEMBL, n, symbol=symbols) for n in range(8)]
+    prepared(*paths, caplog=caplog, gene_key="symbol")
+    (said,) = warnings_of(caplog)
+    assert "1 of 12 genes have no name" in said and "for 7 more files" in said
+
+
 def test_a_vocabulary_of_one_gene_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared(file_of(tmp_path / "a.h5ad", ["A"]), caplog=caplog)
     assert any(
         "the vocabulary is one gene, A: there are no others to predict it from" in w for w in warnings_of(caplog)
     )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "pairs"),
+    [
+        (
+            SYMBOLS,
+            ["g0", "g1", *SYMBOLS[2:]],
+            "differ only in case or version, 2 in all, are trained on as different ones: G0, g0; G1, g1.",
+        ),
+        (
+            ENSEMBL,
+            [f"{ENSEMBL[0]}.2", *ENSEMBL[1:]],
+            f"in case or version, 1 in all, are trained on as different ones: {ENSEMBL[0]}, ",
+        ),
+        ([f"{e}.5" for e in ENSEMBL], [f"{ENSEMBL[0]}.6", *[f"{e}.5" for e in ENSEMBL[1:]]], ".5, ENSG00000000000.6."),
+        ([*SYMBOLS[:-1], "g0"], None, "in case or version, 1 in all, are trained on as different ones: G0, g0."),
+        ([*SYMBOLS[:-2], "RP11-34P13.7", "RP11-34P13.8"], None, None),
+    ],
+)
+def test_names_that_differ_only_in_case_or_version_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, one: list[str], other: list[str] | None, pairs: str | None
+) -> None:
+    paths = [file_of(tmp_path / f"{n}.h5ad", names, n) for n, names in enumerate((one, other)) if names]
+    prepared(*paths, caplog=caplog)
+    assert [pairs in said for said in warnings_of(caplog) if pairs] == ([True] if pairs else [])
+    assert pairs or not warnings_of(caplog)
+
+
+def test_antibodies_and_peaks_among_the_genes_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kinds = ["Gene Expression"] * 8 + ["Antibody Capture"] * 4
+    path = file_of(tmp_path / "a.h5ad", SYMBOLS, feature_types=kinds)
+    prepared(path, caplog=caplog)
+    (said,) = warnings_of(caplog)
+    assert f"{path}: what it calls genes is of several kinds (Gene Expression: 8, Antibody Capture: 4)" in said
+    assert "adata[:, adata.var['feature_types'] == 'Gene Expression']" in said
+    prepared(file_of(tmp_path / "b.h5ad", SYMBOLS, feature_types=kinds[:1] * GENES), caplog=caplog)
+    assert warnings_of(caplog) == []
+
+
+def test_labels_that_hardly_two_cells_share_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for groups, told in ((60, 1), (6, 0)):
+        path = write_cells(
+            tmp_path / "a.h5ad",
+            random_counts(60, GENES) + 1,
+            SYMBOLS,
+            labels=[f"c{cell % groups}" for cell in range(60)],
+        )
+        prepared(path, caplog=caplog)
+        said = warnings_of(caplog)
+        assert len(said) == told
+        assert not told or "data.label_key: cell_type has 60 different values for 60 cells" in said[0]
 
 
 @pytest.mark.parametrize("strategy", ["rank_value", "binned_expression", "continuous_projection"])

@@ -134,6 +134,52 @@ def test_a_zarr_store_that_is_not_whole_is_refused(tmp_path: Path) -> None:
         corpus_of(tmp_path / "d.zarr")
 
 
+def _chunks(array: Path) -> list[Path]:
+    return sorted(
+        file for file in array.rglob("*") if file.is_file() and file.name not in (".zarray", ".zattrs", "zarr.json")
+    )
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("part", ["X/indices", "X/indptr", "X/data", "var/_index", "var/symbol/categories"])
+def test_a_part_of_a_zarr_store_without_its_chunks_is_named(tmp_path: Path, part: str, version: int) -> None:
+    data = adata()
+    data.var["symbol"] = pd.Categorical([f"S{i}" for i in range(12)])
+    with anndata.settings.override(zarr_write_format=version):
+        store = written(tmp_path / "a.zarr", data)
+    for chunk in _chunks(store / part):
+        chunk.unlink()
+    with pytest.raises(
+        DataError, match=rf"a.zarr: 1 of the 1 chunks of {part} are missing, and .* whole. Copy it again$"
+    ):
+        corpus_of(store, **({"gene_key": "symbol"} if "symbol" in part else {}))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_chunks_of_a_dense_zarr_matrix_that_are_not_there_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int
+) -> None:
+    """Those that are all zeros are left out by zarr itself, so that they are no error."""
+    with anndata.settings.override(zarr_write_format=version):
+        adata(of=np.asarray).write_zarr(tmp_path / "a.zarr", chunks=(20, 12))
+    said = []
+    for lost in (0, 1):
+        for chunk in _chunks(tmp_path / "a.zarr" / "X")[:lost]:
+            chunk.unlink()
+        caplog.clear()
+        CellsTask(config_for(tmp_path / "a.zarr")).prepare_data()
+        said.append([record.getMessage() for record in caplog.records if "chunks of X" in record.getMessage()])
+    assert said[0] == [] and len(said[1]) == 1
+    assert f"{tmp_path / 'a.zarr'}: 1 of the 3 chunks of X are missing, and are read as zeros" in said[1][0]
+
+
+def test_a_matrix_whose_indices_are_all_zero_is_whole(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.zarr", adata(COUNTS[:, :1]))
+    assert (dense(corpus_of(path).training, 1) == COUNTS[:, :1]).all()
+    written(tmp_path / "b.zarr", adata(0 * COUNTS))
+    corpus_of(tmp_path / "b.zarr")
+
+
 # ---------------------------------------------------------------- layers and raw
 
 
@@ -246,6 +292,10 @@ OTHERS: dict[str, tuple[str, Any, str]] = {
     "bz2": ("a.h5ad.bz2", lambda p: p.write_bytes(bz2.compress(b"x" * 999)), "is compressed with bzip2"),
     "xz": ("a.h5ad.xz", lambda p: p.write_bytes(lzma.compress(b"x" * 999)), "is compressed with xz"),
     "zip": ("a.zarr.zip", lambda p: zipfile.ZipFile(p, "w").writestr("x", "y"), "is a zip archive"),
+    "sparse npz": ("a.npz", lambda p: sparse.save_npz(p, sparse.csr_matrix(COUNTS)),
+                   "is a sparse matrix of SciPy (npz), without the names of genes and cells. Convert it: python -c"),
+    "npz": ("a.npz", lambda p: np.savez(p, counts=COUNTS, more=[1]), "is a file of arrays of NumPy (npz: counts, more)"),
+    "npy": ("a.npy", lambda p: np.save(p, COUNTS), "is an array of NumPy (npy), without the names of genes and cells"),
     "mtx": ("a.mtx", lambda p: _named(p, b"%%MatrixMarket matrix coordinate integer general\n"), "anndata.io.read_mtx("),
     "mtx.gz": ("matrix.mtx.gz", lambda p: _named(p, gzip.compress(b"%%MatrixMarket matrix\n")), "in Matrix Market format"),
     "csv": ("a.csv", lambda p: _named(p, b",g1,g2\nc1,1,2\n"), "is a table of text (csv). Convert it: python -c"),
@@ -274,6 +324,16 @@ def test_another_format_is_recognised_and_told_how_to_convert(tmp_path: Path, na
     assert str(refused.value).startswith(f"{path} ")
     assert message.format(folder=tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["sparse npz", "npz", "npy"])
+def test_arrays_of_numpy_are_read_after_the_line_that_is_told(tmp_path: Path, name: str) -> None:
+    file, write, _ = OTHERS[name]
+    write(tmp_path / file)
+    with pytest.raises(DataError) as refused:
+        corpus_of(tmp_path / file)
+    exec(str(refused.value).partition('python -c "')[2].partition('"')[0])
+    assert (anndata.read_h5ad(tmp_path / "a.h5ad").X == COUNTS).all()
 
 
 def test_a_table_of_text_is_read_after_the_line_that_is_told(tmp_path: Path) -> None:
@@ -314,8 +374,26 @@ def test_a_pattern_and_an_address_are_told(tmp_path: Path) -> None:
         DataError, match=r"data.paths takes no patterns: .* It would match .*a.h5ad. List the files one by"
     ):
         corpus_of(tmp_path / "*.h5ad")
-    with pytest.raises(DataError, match=r"is an address \(s3\), and only files on disk are read. Download it"):
-        corpus_of(Path("s3://bucket/a.h5ad"))
+    for address in ("s3://bucket/a.h5ad", "https://example.com/a.h5ad"):
+        scheme = address.partition(":")[0]
+        with pytest.raises(DataError, match=rf"^{address} is an address \({scheme}\), and only files on disk are read"):
+            corpus_of(Path(address))
+
+
+def test_what_has_the_name_and_is_no_file_is_told(tmp_path: Path) -> None:
+    broken, loop, pipe = (tmp_path / f"{name}.h5ad" for name in ("broken", "loop", "pipe"))
+    broken.symlink_to("gone.h5ad")
+    loop.symlink_to("loop.h5ad")
+    os.mkfifo(pipe)
+    for path, what in (
+        (broken, "is a broken link: it leads to gone.h5ad, which is not there"),
+        (loop, "is a link to loop.h5ad that leads nowhere (Too many levels of symbolic links)"),
+        (pipe, "is not a regular file but a named pipe"),
+        (Path("/dev/null"), "is not a regular file but a device"),
+    ):
+        with pytest.raises(DataError) as refused:
+            corpus_of(path)
+        assert str(refused.value).startswith(f"{path} {what}")
 
 
 # ---------------------------------------------------------------- locks, and storage

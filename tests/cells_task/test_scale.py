@@ -60,6 +60,23 @@ SCALES: dict[str, tuple[Callable[[Values], Values], str]] = {
     "logged": (logged, "logged values (natural logarithm): before the log each cell adds up to 10000"),
     "logged, of a million": (lambda v: logged(v, 1e6), "before the log each cell adds up to 1e+06"),
     "log2": (lambda v: np.log2(1 + normalised(v)), "logged values (base 2): before the log each cell adds up to 10000"),
+    "log10": (
+        lambda v: np.log10(1 + normalised(v)),
+        "logged values (base 10): before the log each cell adds up to 10000",
+    ),
+    "fractions of many genes": (
+        lambda v: normalised(np.hstack([v] * 8), 1),
+        "normalised values, not logged: each cell adds up to 1;",
+    ),
+    "fractions, logged": (
+        lambda v: logged(v, 1),
+        "logged values (natural logarithm): before the log each cell adds up to 1",
+    ),
+    "percentages": (lambda v: normalised(v, 100), "normalised values, not logged: each cell adds up to 100"),
+    "counts, logged and taken back in fp32": (
+        lambda v: np.expm1(np.log1p(v)).astype(np.float32),
+        "whole numbers (counts), the largest 33",
+    ),
     "logged counts": (np.log1p, "logged counts (natural logarithm), which were not normalised before"),
     "log2 of counts": (lambda v: np.log2(1 + v), "logged counts (base 2), which were not normalised before"),
     "some genes, logged": (lambda v: logged(v)[:, :15], "values that look logged, the largest"),
@@ -78,7 +95,7 @@ def test_the_scale_of_a_file_is_told(tmp_path: Path, caplog: pytest.LogCaptureFi
     change, text = SCALES[name]
     path = write_cells(tmp_path / "a.h5ad", change(counts()), dense=dense)
     assert text in prepared(path, caplog=caplog)
-    assert open_corpus(config_for(path).data, 0).counts is (name in ("counts", "presence"))
+    assert open_corpus(config_for(path).data, 0).counts is (name.startswith("counts") or name == "presence")
 
 
 PAIRS = [
@@ -100,6 +117,102 @@ def test_files_of_different_scales_are_refused_and_each_is_named_with_what_it_is
     lines = str(refused.value).splitlines()[1:-1]
     assert [line.strip().split(": ")[0] for line in lines] == [str(path) for path in paths]
     assert lines[0] != lines[1] and "data.layer" in str(refused.value)
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.permutations(["logged", "log2", "log10"], 2)))
+def test_files_logged_in_different_bases_are_refused_and_the_bases_are_named(
+    tmp_path: Path, one: str, other: str
+) -> None:
+    paths = [write_cells(tmp_path / f"{kind}.h5ad", SCALES[kind][0](counts())) for kind in (one, other)]
+    with pytest.raises(DataError, match="different scales, which cannot be trained on together") as refused:
+        open_corpus(config_for(*paths).data, 0)
+    for path, kind in zip(paths, (one, other), strict=True):
+        assert f"  {path}: {SCALES[kind][1]}" in str(refused.value)
+
+
+def test_logged_counts_of_different_bases_are_refused_too(tmp_path: Path) -> None:
+    paths = [
+        write_cells(tmp_path / f"{kind}.h5ad", SCALES[kind][0](counts()))
+        for kind in ("logged counts", "log2 of counts")
+    ]
+    with pytest.raises(DataError, match=r"logged counts \(natural logarithm\)[^\n]*\n.*logged counts \(base 2\)"):
+        open_corpus(config_for(*paths).data, 0)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_cells_of_one_file_that_were_logged_in_different_bases_are_refused(tmp_path: Path, share: float) -> None:
+    cells, first = counts(cells=1000), 1000 - round(1000 * share)
+    mixed = np.vstack([logged(cells[:first]), np.log2(1 + normalised(cells[first:]))])
+    with pytest.raises(
+        DataError, match=r"hold logged values \(natural logarithm\), such as cell 0, .*\(base 2\), such as"
+    ):
+        prepared(write_cells(tmp_path / "a.h5ad", mixed))
+    turns = np.stack([np.log10(1 + normalised(cells)), logged(cells), np.log2(1 + normalised(cells))])
+    thirds = np.concatenate([turns[base, base::3] for base in range(3)])
+    with pytest.raises(DataError, match=r"base 10.*natural|natural.*base 10"):
+        prepared(write_cells(tmp_path / "b.h5ad", thirds))
+
+
+def test_cells_that_lost_genes_after_they_were_logged_are_no_other_base(tmp_path: Path) -> None:
+    cells = logged(counts(cells=1000))
+    cells[::20, ::2] = 0
+    cells[5::50] = cells[0]
+    assert prepared(write_cells(tmp_path / "a.h5ad", cells)) == ""
+
+
+def test_fractions_among_logged_cells_are_found(tmp_path: Path) -> None:
+    cells = counts(cells=600)
+    mixed = np.vstack([logged(cells[:400]), normalised(cells[400:], 1)])
+    paths = [write_cells(tmp_path / f"{n}.h5ad", part) for n, part in enumerate((mixed[:400], mixed[400:]))]
+    with pytest.raises(DataError, match="files of different scales"):
+        prepared(*paths)
+    with pytest.raises(
+        DataError, match=r"hold logged values \(natural .*, \d+ hold values that are not logged, such as c"
+    ):
+        prepared(write_cells(tmp_path / "a.h5ad", mixed))
+
+
+OTHERWISE: dict[str, Callable[[Values], Values]] = {
+    "logged twice": lambda v: np.log1p(logged(v)),
+    "logged counts": np.log1p,
+    "roots": np.sqrt,
+    "scaled by gene": lambda v: logged(v) / (logged(v).std(axis=0) + 1e-6),
+    "some genes": lambda v: logged(v)[:, :15],
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_file_whose_cells_add_up_to_no_total_beside_one_whose_cells_do_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    paths = [
+        write_cells(tmp_path / "a.h5ad", logged(counts())),
+        write_cells(tmp_path / "b.h5ad", OTHERWISE[name](counts(seed=1))),
+    ]
+    said = prepared(*paths, caplog=caplog)
+    assert (
+        f"the files may be of different scales: {paths[0]}: logged values (natural logarithm): before the log" in said
+    )
+    assert f"; {paths[1]}: " in said and "genes left out" not in said
+    assert "40 genes, values that are not alike in all files; 40 genes per cell" in said, "no scale is told for both"
+    alone = [write_cells(tmp_path / f"{n}.h5ad", OTHERWISE[name](counts(seed=n))) for n in (1, 2)]
+    assert "may be of different scales" not in prepared(*alone, caplog=caplog)
+
+
+def test_of_many_files_that_are_alike_a_few_are_named(tmp_path: Path) -> None:
+    kinds = ["logged"] * 12 + ["counts"]
+    paths = [write_cells(tmp_path / f"{n}.h5ad", SCALES[kind][0](counts(60, seed=n))) for n, kind in enumerate(kinds)]
+    with pytest.raises(DataError) as refused:
+        open_corpus(config_for(*paths).data, 0)
+    lines = str(refused.value).splitlines()
+    assert (
+        len(lines) == 6 and lines[3].endswith("(and 9 more like it)") and lines[4].startswith(f"  {paths[12]}: whole")
+    )
+
+
+def test_numbers_that_are_further_from_whole_than_rounding_are_no_counts(tmp_path: Path) -> None:
+    path = write_cells(tmp_path / "a.h5ad", counts() * 1.0001)
+    assert not open_corpus(config_for(path).data, 0).counts
 
 
 # Of the others, nothing but the size of the values tells: see test_cells_that_only_look_as_if_they_were_of_different_scales.
@@ -227,6 +340,15 @@ def test_values_that_do_not_fit_data_normalize_are_told_once(
         assert len(warnings) == 1 and said in warnings[0] and str(path) in warnings[0]
 
 
+def test_many_files_that_do_not_fit_data_normalize_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [write_cells(tmp_path / f"{n}.h5ad", normalised(counts(60, seed=n))) for n in range(6)]
+    said = prepared(*paths, caplog=caplog)
+    assert said.count("data.normalize: log1p scales and logs them") == 1
+    assert f"{paths[0]}: it holds normalised" in said and "for 5 more files" in said and str(paths[1]) in said
+
+
 def test_files_normalised_to_different_sums_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [write_cells(tmp_path / f"{t}.h5ad", logged(counts(seed=t), 10.0**t)) for t in (4, 6)]
     said = prepared(*paths, caplog=caplog)
@@ -276,7 +398,7 @@ def test_data_without_any_gene_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("again", ["in one file", "as another file"])
 def test_cells_that_are_in_the_data_twice_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, again: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, again: str
 ) -> None:
     cells = counts(cells=100) + 1
     if again == "in one file":
@@ -285,10 +407,17 @@ def test_cells_that_are_in_the_data_twice_are_told(
     else:
         paths = [write_cells(tmp_path / name, cells) for name in ("a.h5ad", "b.h5ad")]
         number, total = 200, 200
-    said = prepared(*paths, caplog=caplog)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.tasks.cells.task.STREAMED", 50)
+        said = prepared(*paths, caplog=caplog, streaming="true")
     assert f"{number} of the {total} cells looked at are exactly the same as another one, in {paths[0]}" in said
     assert str(paths[-1]) in said
-    assert "exactly the same" not in prepared(write_cells(tmp_path / "c.h5ad", counts(300)), caplog=caplog)
+    assert "exactly the same" not in prepared(
+        write_cells(tmp_path / "c.h5ad", counts(300)), caplog=caplog, streaming="true"
+    )
+    for streaming in ("true", "false"):
+        said = prepared(*paths, caplog=caplog, streaming=streaming)
+        assert "exactly the same" not in said, "that is told where all are compared with those held out"
 
 
 def test_an_encoder_of_counts_does_not_embed_logged_cells(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,41 @@ def test_every_byte_of_a_copy_is_guarded(source: Any, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"not a whole sharded copy: {name} has"):
             open_shards(tmp_path / "copy")
         file.write_bytes(content)
+
+
+def test_a_copy_with_changed_bytes_is_an_error_that_names_the_file_and_the_command(source: Any, tmp_path: Path) -> None:
+    """Whatever byte it is: sizes are as the manifest says, and nothing else is compared before training."""
+    folder = copied(source, tmp_path / "copy", cells_per_shard=1000).training.files[0].parent
+    rng = np.random.default_rng(0)
+    found = set()
+    for name in ("train-00000.arrow", "valid-00000.arrow"):
+        file = folder / name
+        content = file.read_bytes()
+        for place in rng.integers(0, len(content), 150).tolist():
+            file.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+            try:
+                corpus = open_corpus(from_copy(folder).data, 0)
+                corpus.training.read(0, len(corpus.training))
+                corpus.validation_cells()
+            except DataError as error:
+                assert f"{file} " in str(error) and f"data verify {folder}" in str(error)
+                found.add("is damaged" in str(error))
+        file.write_bytes(content)
+    assert found == {True, False}, "numbers that no cell can have, and files that are no Arrow files any more"
+
+
+@pytest.mark.parametrize("column", ["genes", "values", "starts", "labels"])
+def test_numbers_that_no_cell_can_have_are_an_error(source: Any, tmp_path: Path, column: str) -> None:
+    copy = copied(source, tmp_path / "copy")
+    shard = copy.training._opened(1)
+    wrong = {"genes": GENES, "values": np.nan, "starts": 2**30, "labels": 7}[column]
+    array = getattr(shard, column).astype(np.float32 if column == "values" else np.int64)
+    array[40] = wrong
+    copy.training._open[1] = dataclasses.replace(shard, **{column: array})
+    with pytest.raises(
+        DataError, match=r"train-00001.arrow is damaged: .* Which files are whole:  .*data verify .*copy$"
+    ):
+        copy.training.labels() if column == "labels" else copy.training.read(300, 400)
 
 
 def test_a_bad_value_is_told_and_no_copy_is_made(tmp_path: Path) -> None:

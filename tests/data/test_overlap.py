@@ -84,6 +84,18 @@ def test_samples_that_shardwise_held_out_itself_are_told_with_another_advice(sai
     )
 
 
+def test_where_the_config_can_name_no_others_to_validate_on_that_is_no_advice_and_copies_are_told_along(
+    said: Any,
+) -> None:
+    check_overlap(two_parts([1, 2, 2], [2], error_above=NEVER, held_out=True, can_name=False), allowed=False)
+    ((level, text),) = said()
+    assert level == "WARNING"
+    assert text.endswith(
+        "The seed held them out of data with copies in it: remove the copies. 1 of 3 training games (33%) is a copy of others, "
+        "and trained on as often as they are there: train-2 is the same as train-1"
+    )
+
+
 def test_copies_within_training_are_one_line_of_information(said: Any) -> None:
     check_overlap(two_parts([5, 6, 5, 5, 6, 7], [8]), allowed=False)
     assert said() == [

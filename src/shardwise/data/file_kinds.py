@@ -1,4 +1,5 @@
-"""What a file is that was not meant as data: a pointer, a web page, an archive. Its first bytes say, and what to do with it."""
+"""What a file is that was not meant as data: what systems leave behind, by its name; a pointer, a web page, an archive, by its
+first bytes, with what to do with it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,14 @@ _ARCHIVES = {b"PK\x03\x04": ("a zip archive", "unzip"), b"7z\xbc\xaf": ("a 7z ar
              b"Rar!": ("a rar archive", "unrar x")}  # fmt: skip
 _PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0")
 _PAGES = (b"<!doctype", b"<html", b"<head", b"<?xml")
+
+
+_LEFT_BY_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
+
+
+def is_left_by_a_system(name: str) -> bool:
+    """Of a file or folder. Hidden ones are: .DS_Store, .ipynb_checkpoints, which holds copies."""
+    return name.startswith(".") or name.lower() in _LEFT_BY_SYSTEMS
 
 
 def foreign_kind(path: Path, head: bytes, read: str) -> str | None:

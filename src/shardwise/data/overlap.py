@@ -48,6 +48,8 @@ class SampleContents:
     """The share of the validation samples that may be trained on as well: ANY, MOST or NEVER."""
     held_out: bool = False
     """Whether validation is a share of one pool, which shardwise has chosen."""
+    can_name: bool = True
+    """Whether the config has a key for other samples to validate on."""
     files: Sequence[Path] = ()
     """Files that hold many samples each: none may be there twice."""
     file_numbers: NDArray[np.uint64] | None = None
@@ -59,9 +61,10 @@ class SampleContents:
 def check_overlap(contents: SampleContents, *, allowed: bool) -> None:
     """An error, or one warning, about samples in both parts; one line about copies among those to train on."""
     _check_files(contents.files, contents.file_numbers, allowed=allowed)
-    if contents.valid is not None:
-        _check_samples(contents, contents.valid, allowed=allowed)
-    _tell_copies(contents)
+    copies = _copies(contents)
+    shared = contents.valid is not None and _check_samples(contents, contents.valid, copies, allowed=allowed)
+    if copies and not (shared and contents.held_out):
+        log.info(copies)
 
 
 def _check_files(files: Sequence[Path], numbers: NDArray[np.uint64] | None, *, allowed: bool) -> None:
@@ -85,11 +88,12 @@ def _check_files(files: Sequence[Path], numbers: NDArray[np.uint64] | None, *, a
     )
 
 
-def _check_samples(contents: SampleContents, valid: Contents, *, allowed: bool) -> None:
+def _check_samples(contents: SampleContents, valid: Contents, copies: str | None, *, allowed: bool) -> bool:
+    """Whether there are any in both; where the seed has parted them, copies in what is trained on are told along with it."""
     train, unit = contents.train, contents.unit
     shared = np.flatnonzero(np.isin(valid.numbers, train.numbers))
     if not len(shared):
-        return
+        return False
     place = int(shared[0])
     twin = int(np.flatnonzero(train.numbers == valid.numbers[place])[0])
     share = len(shared) / len(valid.numbers)
@@ -99,26 +103,30 @@ def _check_samples(contents: SampleContents, valid: Contents, *, allowed: bool) 
         f"{', for example' if len(shared) > 1 else ''}{contents.looked_at}. What is trained on cannot be used to validate"
     )
     if contents.held_out:
-        said += f". The seed held them out of data with copies in it: remove the copies, or name other {unit} to validate on"
+        said += ". The seed held them out of data with copies in it: remove the copies"
+        said += f", or name other {unit} to validate on" if contents.can_name else ""
+        said += f". {copies}" if copies else ""
     else:
         said += ": take them out of one of the two"
     if share > contents.error_above:
         _raise_or_warn(said, allowed=allowed)
     else:
         log.warning(said)
+    return True
 
 
-def _tell_copies(contents: SampleContents) -> None:
+def _copies(contents: SampleContents) -> str | None:
     train, unit = contents.train, contents.unit
     order = np.argsort(train.numbers, kind="stable")
     again = np.flatnonzero(np.diff(train.numbers[order]) == 0)
-    if len(again):
-        one, other = int(order[again[0]]), int(order[again[0] + 1])
-        log.info(
-            f"{len(again)} of {len(train.numbers)} training {unit} ({_percent(len(again) / len(train.numbers))}) "
-            f"{'are copies' if len(again) > 1 else 'is a copy'} of others, and trained on as often as they are there: "
-            f"{train.name(other)} is the same as {train.name(one)}{', for example' if len(again) > 1 else ''}{contents.looked_at}"
-        )
+    if not len(again):
+        return None
+    one, other = int(order[again[0]]), int(order[again[0] + 1])
+    return (
+        f"{len(again)} of {len(train.numbers)} training {unit} ({_percent(len(again) / len(train.numbers))}) "
+        f"{'are copies' if len(again) > 1 else 'is a copy'} of others, and trained on as often as they are there: "
+        f"{train.name(other)} is the same as {train.name(one)}{', for example' if len(again) > 1 else ''}{contents.looked_at}"
+    )
 
 
 def _raise_or_warn(said: str, *, allowed: bool) -> None:

@@ -5,23 +5,29 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.config import CellsData
-from shardwise.tasks.cells.h5ad import H5adFiles
+from shardwise.tasks.cells.h5ad import DEFAULT_LABEL, H5adFiles
 from shardwise.tasks.cells.rows import CellSource, SparseRows
 from shardwise.tasks.cells.scale import Scale, Tally, check_alike
+from shardwise.tasks.cells.wording import for_all_files, shape_of
 
 PIECE, MOST_PIECES = 1024, 1024
 """A million cells are read in full; of more, as many pieces spread evenly, and some of every file."""
 FEWEST_OF_A_FILE = 4
 TELLING = 10
 """Two cells that agree in so many genes and all their values are the same cell."""
+
+MOST_LABELS = 20
+"""Of fewer, a few cells may each have their own."""
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +38,13 @@ def scales_of(source: H5adFiles) -> list[Scale]:
     return _scales(source, _pieces(source.bounds.tolist(), 32, blocks * len(source.files), blocks))
 
 
-def check_cells(source: CellSource, options: CellsData) -> str | None:
-    """Read all cells, or, of a huge corpus, pieces spread evenly over it. Returns what their values look like."""
+def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str | None:
+    """Read all cells, or, of a huge corpus, pieces spread evenly over it. Returns what their values look like.
+
+    `twins`: cells that are there twice are told. Not where all are compared with those held out (see overlap.py).
+    """
     files = source if isinstance(source, H5adFiles) else None
-    look = _Look(len(files.files) if files else 1)
+    look = _Look(len(files.files) if files else 1, twins)
     with ExitStack() as stack:
         tallies = stack.enter_context(files.tallied()) if files else []
         bounds: list[int] = files.bounds.tolist() if files else [0, len(source)]
@@ -49,17 +58,28 @@ def check_cells(source: CellSource, options: CellsData) -> str | None:
     if files is None:
         return None
     scales = [tally.scale() for tally in tallies]
-    for note in check_alike([tally.path for tally in tallies], scales):
+    notes = check_alike([tally.path for tally in tallies], scales)
+    for note in notes:
         log.warning(note)
+    told: defaultdict[str, list[tuple[Path, str]]] = defaultdict(list)
     for tally, scale in zip(tallies, scales, strict=True):
-        if scale.doubt:
-            log.warning(f"{tally.path}: {scale.doubt}")
-        if against := _against_normalize(scale, options):
-            log.warning(f"{tally.path}: {against}")
+        for what in (scale.doubt, _against_normalize(scale, options)):
+            if what:
+                told[shape_of(what, tally.path)].append((tally.path, f"{tally.path}: {what}"))
+    for alike in told.values():
+        for text in for_all_files(alike):
+            log.warning(text)
+    if notes:
+        return "values that are not alike in all files"
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
 
 
-def check_held_out(rows: SparseRows, options: CellsData) -> None:
+def check_held_out(rows: SparseRows, labels: Sequence[str], cells: int, options: CellsData) -> None:
+    if len(labels) > max(MOST_LABELS, cells // 2):
+        log.warning(
+            f"data.label_key: {options.label_key or DEFAULT_LABEL} has {len(labels)} different values for {cells} cells: "
+            "neighbours hardly share one, and knn_agreement says nothing. Choose a column with groups of cells"
+        )
     if not rows.lengths.any():
         raise DataError(
             f"none of the {len(rows)} cells held out of {', '.join(options.paths[:3])} has any gene: there is nothing to "
@@ -113,7 +133,8 @@ def _against_normalize(scale: Scale, options: CellsData) -> str | None:
 class _Look:
     """What is seen of the cells as they are trained on: those without genes, and those that are there twice."""
 
-    def __init__(self, files: int) -> None:
+    def __init__(self, files: int, twins: bool) -> None:
+        self._twins = twins
         self.cells, self.empty = np.zeros(files, np.int64), np.zeros(files, np.int64)
         self._prints: list[NDArray[np.uint64]] = []
         self._files: list[int] = []
@@ -122,7 +143,7 @@ class _Look:
         lengths = rows.lengths
         self.cells[number] += len(rows)
         self.empty[number] += int((lengths == 0).sum())
-        if (lengths >= TELLING).any():
+        if self._twins and (lengths >= TELLING).any():
             filled = np.flatnonzero(lengths)
             prints = np.add.reduceat(_bits(rows), rows.starts[filled])
             self._files.append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,38 @@ def what_file(path: Path) -> str | None:
             return f"is compressed with gzip, and cannot be read in pieces. Unpack it: gunzip -k {path}"
         if name.endswith((".tar", ".tgz")):
             return f"is a tar archive. Unpack it (tar xzf {path}) and name what is in it"
+    elif (arrays := _arrays_in(path)) or start.startswith(b"\x93NUMPY"):
+        return _of_arrays(path, arrays)
     elif packed := next(((what, how) for magic, what, how in _ARCHIVES if start.startswith(magic)), None):
         what, how = packed
         return f"is {what}, and cannot be read in pieces. Unpack it ({how} {path}) and name what was in it"
     elif start[257:262] == b"ustar":
         return f"is a tar archive. Unpack it (tar xf {path}) and name what is in it"
     return _by_name_and_text(path, name, inner)
+
+
+def _arrays_in(path: Path) -> list[str]:
+    """Their names, in a zip archive that holds nothing else."""
+    try:
+        held = zipfile.ZipFile(path).namelist()
+    except zipfile.BadZipFile:
+        return []
+    return [name.removesuffix(".npy") for name in held] if all(name.endswith(".npy") for name in held) else []
+
+
+def _of_arrays(path: Path, held: list[str]) -> str:
+    """What numpy.save, numpy.savez and scipy.sparse.save_npz write."""
+    out = path.with_suffix(".h5ad") if path.suffix != ".h5ad" else path.with_suffix(".new.h5ad")
+    read, what, package = f"numpy.load({str(path)!r})", "an array of NumPy (npy)", "anndata, numpy"
+    if {"format", "shape"} <= set(held):
+        read, package = f"scipy.sparse.load_npz({str(path)!r}).tocsr()", "anndata, scipy.sparse"
+        what = "a sparse matrix of SciPy (npz)"
+    elif held:
+        read, what = f"{read}[{held[0]!r}]", f"a file of arrays of NumPy (npz: {', '.join(held[:5])})"
+    return (
+        f"is {what}, without the names of genes and cells. Convert it: {_python(f'anndata.AnnData({read})', out, package)} (with "
+        ".T where genes are its rows), and set obs_names and var_names"
+    )
 
 
 def _by_name_and_text(path: Path, name: str, start: bytes) -> str:

@@ -13,11 +13,14 @@ import numpy as np
 from anndata.io import read_elem
 
 from shardwise.errors import DataError
-from shardwise.tasks.cells.opening import reading
+from shardwise.tasks.cells.opening import missing_chunks, reading
+from shardwise.tasks.cells.wording import some
 
 _NO_NAMES = {"", "nan", "NaN", "NA", "N/A", "None", "<NA>", "null"}
 """What stands where a table had nothing, after it was made text."""
 _BARCODE = re.compile(r"[ACGTN]{8,}([-_.:].*)?$")
+_PLACEHOLDER = 5
+"""So many genes of one name, and most of those whose name is there again: it stands where there is none."""
 _MOST_GENES = 70_000
 """No annotation has so many. Row numbers are smaller; of Entrez ids, which are whole numbers as well, some are larger."""
 
@@ -40,21 +43,38 @@ def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNam
     if column not in var:
         held = ", ".join(name for name in var if not name.startswith("__"))
         raise DataError(f"{path}: {table} has no column {column!r}. It has: {held}. Set data.gene_key accordingly")
+    texts = var[column]["categories"] if "categories" in getattr(var[column], "keys", tuple)() else var[column]
+    if missing := missing_chunks(texts):
+        raise DataError(f"{path}: {missing}, and the names of genes in them: the store is not whole. Copy it again")
     names = _texts(read_elem(var[column]))
     where = f"{table}[{column!r}]" if key else f"the index of {table}"
     notes = _check_missing(path, names, where, var, column)
     present = [name for name in names if name]
     if key is None and _are_barcodes(present):
         raise DataError(
-            f"{path}: the names of its genes, in {where}, look like the barcodes of cells ({_some(present)}). Is the matrix "
+            f"{path}: the names of its genes, in {where}, look like the barcodes of cells ({some(present)}). Is the matrix "
             "transposed? Write it with cells as rows: adata.T.write_h5ad(…). If they are genes, say so with "
             f"data.gene_key: {column}"
         )
+    notes += _check_kinds(path, var)
     times = Counter(present)
     if len(times) < len(present):
+        name, most = times.most_common(1)[0]
+        if most >= _PLACEHOLDER and 2 * (most - 1) > len(present) - len(times):
+            called = some([name], repr)
+            place = "var_names" if key is None else f"var[{key!r}]"
+            rest = (
+                f", or take those genes out: adata[:, adata.{place} != {called}].write_h5ad(…)"
+                if len(times) > 1
+                else ""
+            )
+            raise DataError(
+                f"{path}: {most} of its {len(names)} genes have the same name, {called}, in {where}: it seems to stand where "
+                f"there is no name. Choose another column with data.gene_key{_columns_hint(var, column)}{rest}"
+            )
         twice = [name for name, number in times.items() if number > 1]
         raise DataError(
-            f"{path}: {len(present) - len(times)} gene names occur more than once, for example {_some(twice, repr)}. Make "
+            f"{path}: {len(present) - len(times)} gene names occur more than once, for example {some(twice, repr)}. Make "
             "them unique (adata.var_names_make_unique()), or choose another column with data.gene_key"
             f"{_columns_hint(var, column)}"
         )
@@ -112,9 +132,22 @@ def _check_missing(path: Path, names: list[str], where: str, var: Any, column: s
     return [f"{what}. They are left out. Another column can be chosen with data.gene_key{_columns_hint(var, column)}"]
 
 
+def _check_kinds(path: Path, var: Any) -> list[str]:
+    """Cell Ranger writes antibodies and peaks beside genes, and says so in this column."""
+    kinds = Counter(_texts(read_elem(var["feature_types"]))) if "feature_types" in var else Counter[str]()
+    if len(kinds) < 2:
+        return []
+    listed = ", ".join(f"{kind or 'none'}: {number}" for kind, number in kinds.most_common(5))
+    one = kinds.most_common(1)[0][0]
+    return [
+        f"{path}: what it calls genes is of several kinds ({listed}), and all are trained on as genes. To keep one kind: "
+        f"adata[:, adata.var['feature_types'] == {one!r}].write_h5ad(…)"
+    ]
+
+
 def _columns_hint(var: Any, column: str) -> str:
     columns = _name_columns(var, column)
-    return f" ({'; '.join(f'{name}: {_some(names)}' for name, names in list(columns.items())[:4])})" if columns else ""
+    return f" ({'; '.join(f'{name}: {some(names)}' for name, names in list(columns.items())[:4])})" if columns else ""
 
 
 def _are_row_numbers(names: list[str]) -> bool:
@@ -126,7 +159,3 @@ def _are_row_numbers(names: list[str]) -> bool:
 
 def _are_barcodes(names: list[str]) -> bool:
     return len(names) > 1 and 2 * sum(bool(_BARCODE.match(name)) for name in names) > len(names)
-
-
-def _some(names: list[str], how: Any = str) -> str:
-    return ", ".join(how(name) for name in names[:3])

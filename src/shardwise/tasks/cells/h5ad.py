@@ -20,7 +20,7 @@ from scipy import sparse
 from shardwise.errors import DataError
 from shardwise.tasks.cells.config import CellsData
 from shardwise.tasks.cells.genes import gene_names
-from shardwise.tasks.cells.opening import opened, reading
+from shardwise.tasks.cells.opening import missing_chunks, opened, reading
 from shardwise.tasks.cells.rows import Ints, SeveralFiles, SparseRows, stack, starts_of
 from shardwise.tasks.cells.scale import Tally
 
@@ -167,8 +167,7 @@ def _inspected(path: Path, options: CellsData) -> H5adFile:
         sizes = [matrix[part].shape[0] for part in ("indptr", "indices", "data")] if sparse else []
         if sparse and (sizes[0] != cells + 1 or sizes[1] != sizes[2]):
             raise DataError(f"{path}: the parts of {name} do not fit together: the file is damaged. Copy it again")
-        if sparse:
-            _check_chunks(path, name, matrix["data"])
+        notes = [*genes.notes, *_check_chunks(path, matrix, columns)]
     if len(genes.names) != columns:
         raise DataError(f"{path}: {name} has {columns} columns, but {table} names {len(genes.names)} genes")
     if not cells:
@@ -176,7 +175,7 @@ def _inspected(path: Path, options: CellsData) -> H5adFile:
     if not columns:
         raise DataError(f"{path} has no genes")
     return H5adFile(
-        path, name, table, sparse, cells, genes.names, genes.column, genes.numbers, tuple(genes.notes)
+        path, name, table, sparse, cells, genes.names, genes.column, genes.numbers, tuple(notes)
     )  # fmt: skip
 
 
@@ -217,15 +216,24 @@ def _in_python(name: str) -> str:
     return "adata.raw.X" if name == "raw/X" else "adata.X"
 
 
-def _check_chunks(path: Path, name: str, values: Any) -> None:
-    """Zarr takes a chunk whose file is missing for zeros, and nobody would know. The values of a sparse matrix are none."""
-    if hasattr(values, "nchunks_initialized"):
-        missing = values.nchunks - values.nchunks_initialized  # below 0 where the last shard is not full
-        if missing > 0:
-            raise DataError(
-                f"{path}: {missing} of the {values.nchunks} chunks of {name}/data are missing, and would be read as zeros: the "
-                "store is not whole. Copy it again"
-            )
+def _check_chunks(path: Path, matrix: Any, columns: int) -> list[str]:
+    """What a sparse matrix has stored is not zeros. A dense one may be without chunks that are: that is told."""
+    if hasattr(matrix, "shape"):
+        missing = missing_chunks(matrix)
+        return (
+            [
+                f"{path}: {missing}, and are read as zeros. zarr leaves out chunks that are all zeros; if there should be "
+                "values, the store is not whole: copy it again"
+            ]
+            if missing
+            else []
+        )
+    # Of a matrix of one column, all indices are 0.
+    for part in ("data", "indptr", *(("indices",) if columns > 1 else ())):
+        missing = missing_chunks(matrix[part]) if matrix["data"].shape[0] else None
+        if missing:
+            raise DataError(f"{path}: {missing}, and would be read as zeros: the store is not whole. Copy it again")
+    return []
 
 
 def _label_column(path: Path, content: Any, key: str | None) -> tuple[Ints, list[str]] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -65,6 +67,14 @@ def _opened_zarr(path: Path) -> Any:
     return content
 
 
+def missing_chunks(array: Any) -> str | None:
+    """Zarr takes a chunk whose file is missing for zeros, or for empty texts, and says nothing."""
+    if not hasattr(array, "nchunks_initialized"):
+        return None
+    missing = array.nchunks - array.nchunks_initialized  # below 0 where the last shard is not full
+    return f"{missing} of the {array.nchunks} chunks of {array.path} are missing" if missing > 0 else None
+
+
 def _not_there(path: Path) -> str:
     text = str(path)
     if "*" in text or "?" in text:
@@ -74,12 +84,34 @@ def _not_there(path: Path) -> str:
     if scheme := next(
         (s for s in ("s3", "gs", "gcs", "http", "https", "az", "hdfs") if text.startswith(f"{s}:/")), None
     ):
-        return f"{path} is an address ({scheme}), and only files on disk are read. Download it, and name the copy in data.paths"
+        address = text.replace(":/", "://", 1)  # a path keeps one slash of the two
+        return (
+            f"{address} is an address ({scheme}), and only files on disk are read. Download it, and name the copy in "
+            "data.paths"
+        )
+    if os.path.lexists(path):
+        return _no_file(path)
     near = []
     if path.parent.is_dir():
         near = sorted(other.name for ending in ("*.h5ad", "*.zarr") for other in path.parent.glob(ending))
     hint = f" In that folder: {', '.join(near[:5])}." if near else ""
     return f"there is no file {path}.{hint} Check data.paths"
+
+
+def _no_file(path: Path) -> str:
+    """Something that has this name, and is neither a file nor a folder."""
+    if path.is_symlink():
+        target = path.readlink()
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return f"{path} is a broken link: it leads to {target}, which is not there. Bring that back, or name the file itself"
+        except OSError as error:
+            return f"{path} is a link to {target} that leads nowhere ({error.strerror}). Name the file itself in data.paths"
+    else:
+        mode = path.stat().st_mode
+    what = "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return f"{path} is not a regular file but {what}, and cannot be read in pieces. Write it to a file, and name that"
 
 
 def _why_not(path: Path, error: OSError) -> str:

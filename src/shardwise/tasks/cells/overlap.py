@@ -41,6 +41,7 @@ def cell_contents(corpus: Corpus, train: CellSamples, valid: CellsInMemory) -> S
         unit="cells",
         error_above=NEVER,
         held_out=True,
+        can_name=False,
         files=[file.path for file in source.files] if isinstance(source, H5adFiles) else (),
         looked_at=f" ({len(rows)} of {len(train)} training cells were compared)" if some else "",
     )

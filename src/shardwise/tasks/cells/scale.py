@@ -1,12 +1,14 @@
 """What the values of a file are: counts, normalised, logged. Judged cell by cell, so that a mixture is noticed.
 
 A cell of counts has whole numbers only. Of other cells, their sum tells: values normalised to 10,000 add up to it in every
-cell, and logged ones do when the log is undone. Where genes were left out after that, the size of the values has to do.
+cell, and logged ones do when the log is undone, in the base they were logged in. Where genes were left out after that, the size
+of the values has to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +29,19 @@ _SAME = 5e-3
 _NEAR = 0.05
 """So much may be missing of a sum, where a few genes were left out after cells had been normalised."""
 _MOST, _SOME, _FEW = 0.9, 0.05, 3
+_NO_CHANCE = 5
+"""So many cells that add up to one total in another base than the rest do not so by chance."""
+_ROUNDING, _LARGEST_ROUNDING = 2e-6, 0.02
+"""Counts that were logged and taken back in fp32 are off by less, of their size and at all."""
 _SHORT = 5
 """A cell with fewer genes may have whole numbers by chance."""
 _UNDONE_PER_PIECE = 128
 """Cells whose log is undone, in each piece that is read: it takes longer than all the rest."""
-_BASES: list[tuple[str, Any]] = [("natural logarithm", np.expm1), ("base 2", lambda v: np.exp2(v) - 1)]
+_BASES: list[tuple[str, Any]] = [
+    ("natural logarithm", np.expm1),
+    ("base 2", lambda v: np.exp2(v) - 1),
+    ("base 10", lambda v: np.power(10.0, v) - 1),
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class Scale:
     """For a person: what the values look like."""
     total: float | None = None
     """What the values of every cell add up to, before the log if they are logged."""
+    base: str | None = None
+    """Of the logarithm, where it can be told."""
     doubt: str | None = None
     """What makes it unsure that all cells are of one scale."""
 
@@ -66,6 +78,7 @@ class Tally:
         starts = rows.starts[filled]  # between two of these lies nothing: the cells left out are empty
         values = rows.values[rows.starts[0] : rows.starts[-1]].astype(np.float64)
         starts = starts - rows.starts[0]
+        off = np.abs(values - np.rint(values))
         undone = np.full((len(_BASES), len(filled)), np.nan)
         step = -(-len(filled) // _UNDONE_PER_PIECE) | 1  # odd: cells of two kinds may take turns
         part = rows.take(filled[::step])
@@ -76,7 +89,7 @@ class Tally:
             {
                 "cell": first + filled,
                 "genes": rows.lengths[filled],
-                "whole": ~np.logical_or.reduceat(values != np.rint(values), starts),
+                "whole": ~np.logical_or.reduceat(off > np.minimum(_ROUNDING * values, _LARGEST_ROUNDING), starts),
                 "smallest": np.minimum.reduceat(values, starts),
                 "largest": np.maximum.reduceat(values, starts),
                 "sum": np.add.reduceat(values, starts),
@@ -102,53 +115,75 @@ def check_alike(paths: Sequence[Path], scales: Sequence[Scale]) -> list[str]:
     """Files of one training: of different scales is an error; what a person should know of them is returned."""
     seen = [(path, scale) for path, scale in zip(paths, scales, strict=True) if scale.kind != "nothing"]
     families = {"counts": "whole", "ones": "whole", "logged": "logged", "linear": "linear"}
-    if len({scale.whole for _, scale in seen}) > 1 or len({families.get(s.kind) for _, s in seen} - {None}) > 1:
-        listed = "".join(f"\n  {path}: {scale.text}" for path, scale in seen)
+    listed = _listed([(path, scale.text, (scale.kind, scale.base, f"{scale.total or 0:.2g}")) for path, scale in seen])
+    if (
+        len({scale.whole for _, scale in seen}) > 1
+        or len({families.get(scale.kind) for _, scale in seen} - {None}) > 1
+        or len({scale.base for _, scale in seen} - {None}) > 1
+    ):
         raise DataError(
-            f"data.paths names files of different scales, which cannot be trained on together:{listed}\n"
-            "Use a layer that is the same in all of them (data.layer), or bring them to one scale"
+            "data.paths names files of different scales, which cannot be trained on together:\n  "
+            + "\n  ".join(listed)
+            + "\nUse a layer that is the same in all of them (data.layer), or bring them to one scale"
         )
     notes = []
-    if len({scale.kind for _, scale in seen}) > 1:
-        listed = "; ".join(f"{path}: {scale.text}" for path, scale in seen)
+    untold = {scale.total is None for _, scale in seen if not scale.whole}
+    if len({scale.kind for _, scale in seen}) > 1 or len(untold) > 1:
+        why = (
+            " Where cells add up to no one total, genes were left out, or values changed in another way."
+            if len(untold) > 1
+            else ""
+        )
         notes.append(
-            f"the files may be of different scales: {listed}. Use a layer that is the same in all (data.layer)"
+            f"the files may be of different scales: {'; '.join(listed)}.{why} Use a layer that is the same in all (data.layer)"
         )
     totals = [(path, scale.total) for path, scale in seen if scale.total is not None]
     if totals and max(t for _, t in totals) > 1.05 * min(t for _, t in totals):
-        listed = "; ".join(f"{path}: {total:.6g}" for path, total in totals)
+        sums = "; ".join(_listed([(path, f"{total:.6g}", f"{total:.2g}") for path, total in totals]))
         notes.append(
-            f"the files were normalised to different sums per cell ({listed}): the same expression is another number in each, "
+            f"the files were normalised to different sums per cell ({sums}): the same expression is another number in each, "
             "which matters for tokenizer.strategy: continuous_projection. Normalise all to one sum"
         )
     return notes
 
 
+def _listed(seen: Sequence[tuple[Path, str, Hashable]], of_each: int = 3) -> list[str]:
+    """Files and what is said of them, in their order; of those that are alike, by the last of the three, a few and how many."""
+    alike = Counter(kind for _, _, kind in seen)
+    told: Counter[Hashable] = Counter()
+    lines = []
+    for path, text, kind in seen:
+        told[kind] += 1
+        if told[kind] <= of_each:
+            more = alike[kind] - of_each if told[kind] == of_each else 0
+            lines.append(f"{path}: {text}" + (f" (and {more} more like it)" if more > 0 else ""))
+    return lines
+
+
 def _judged(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
     whole, largest = cells["whole"], cells["largest"]
     if whole.all():
-        if largest.max() == 1:
+        if np.rint(largest.max()) == 1:
             return Scale("ones", "ones only (whether a gene is expressed, not how much)")
         return Scale("counts", f"whole numbers (counts), the largest {largest.max():.6g}")
     broken = ~whole
     may_be_logged = broken & (largest <= SMALLEST_LINEAR)
-    for base, (name, _) in enumerate(_BASES):
-        if may_be_logged.sum() < _MOST * broken.sum():
-            break
-        undone = cells[f"undone {base}"]
-        sums = undone[may_be_logged & ~np.isnan(undone)]
-        total = _constant(sums)
-        if total is not None:
+    if may_be_logged.sum() >= _MOST * broken.sum():
+        undone = may_be_logged & ~np.isnan(cells["undone 0"])
+        groups = _groups(cells, undone)
+        _check_one_base(path, groups, undone, cells["cell"])
+        common = groups[0] if groups and groups[0].members.sum() >= _MOST * undone.sum() else None
+        if common and common.base is not None:
+            name, sums = _BASES[common.base][0], f"before the log each cell adds up to {common.total:.6g}"
             _check_one_scale(path, cells, "logged values", may_be_logged)
-            log = f" ({name})"
-            return Scale("logged", f"logged values{log}: before the log each cell adds up to {total:.6g}", total)
-        if _whole_sums(sums):
-            # log2(1 + 1) and log2(1 + 3) are whole numbers as well.
-            by_chance = (largest <= LARGEST_LOG) & (base > 0)
-            _check_one_scale(path, cells, "logged counts", may_be_logged | by_chance)
-            return Scale(
-                "logged", f"logged counts ({name}), which were not normalised before, the largest {largest.max():.6g}"
-            )
+            return Scale("logged", f"logged values ({name}): {sums}", common.total, name)
+        for base, (name, _) in enumerate(_BASES if common is None else ()):
+            if _whole_sums(cells[f"undone {base}"][undone]):
+                # log2(1 + 1) and log2(1 + 3) are whole numbers as well.
+                by_chance = (largest <= LARGEST_LOG) & (base > 0)
+                _check_one_scale(path, cells, "logged counts", may_be_logged | by_chance)
+                text = f"logged counts ({name}), which were not normalised before, the largest {largest.max():.6g}"
+                return Scale("logged", text, base=name)
     total = _constant(cells["sum"][broken])
     if total is not None:
         same = np.abs(cells["sum"] - total) <= _NEAR * total
@@ -168,7 +203,7 @@ def _judged_by_size(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
     long = cells["genes"] >= _SHORT
     few_broken = broken.sum() < _SOME * len(broken)
     # Counts begin with 1. Scaled ones may be whole too, 50 counts scaled to 10,000 for example, and are multiples of the scale.
-    counts = whole & long & (cells["smallest"] == 1)
+    counts = whole & long & (np.rint(cells["smallest"]) == 1)
     many_whole = counts.sum() >= max(_FEW, _SOME * long.sum())
     small, large = broken & (largest <= LARGEST_LOG), broken & (largest > SMALLEST_LINEAR)
     if few_broken or many_whole:
@@ -191,6 +226,70 @@ def _judged_by_size(path: Path, cells: dict[str, NDArray[Any]]) -> Scale:
     if 1 < top <= LARGEST_LOG:
         return Scale("logged", f"values that look logged, the largest {top:.6g}")
     return Scale("unclear", f"values that are not whole, the largest {top:.6g}: logged or not cannot be told")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Cells that add up to one total when the log is undone in this base, or, None, as they are."""
+
+    base: int | None
+    total: float
+    members: NDArray[np.bool_]
+    spread: float
+
+
+def _groups(cells: dict[str, NDArray[Any]], which: NDArray[np.bool_]) -> list[_Group]:
+    """These cells by base and total, the most common first; not those of a total that only few have."""
+    groups: list[_Group] = []
+    rest = which.copy()
+    while rest.sum() >= _FEW and len(groups) <= len(_BASES):
+        own = groups[0].base if groups else 0  # of readings that fit alike, as for cells that are all the same
+        found = [_largest_group(base, cells[f"undone {base}"], rest) for base in range(len(_BASES))]
+        found.append(_largest_group(None, cells["sum"], rest))
+        most = max(group.members.sum() for group in found)
+        if most < _FEW:
+            break
+        # Of small values any base gives nearly the same sum in all cells: the right one gives the same.
+        best = min(
+            (group for group in found if group.members.sum() >= _MOST * most),
+            key=lambda group: (max(group.spread, 1e-6), group.base != own),
+        )
+        groups.append(best)
+        rest &= ~best.members
+    return groups
+
+
+def _largest_group(base: int | None, sums: Floats, which: NDArray[np.bool_]) -> _Group:
+    places = np.flatnonzero(which)
+    places = places[np.argsort(sums[places])]
+    ordered = sums[places]
+    ends = np.searchsorted(ordered, ordered * (1 + 2 * _SAME), side="right")
+    first = int((ends - np.arange(len(ordered))).argmax())
+    members = np.zeros_like(which)
+    members[places[first : ends[first]]] = True
+    total = float(np.median(sums[members]))
+    return _Group(base, total, members, float(np.abs(sums[members] / total - 1).mean()))
+
+
+def _check_one_base(path: Path, groups: list[_Group], which: NDArray[np.bool_], numbers: NDArray[Any]) -> None:
+    """Groups explain nearly all cells, the common one's apart from the others': those of another base are no chance."""
+    if not groups:
+        return
+    others = which & ~groups[0].members
+    explained = np.logical_or.reduce([group.members for group in groups]) & others
+    if others.sum() < _NO_CHANCE or explained.sum() < _MOST * others.sum():
+        return
+    bases = {group.base: group.members for group in reversed(groups)}
+    if len(bases) > 1:
+        listed = ", ".join(
+            f"{members.sum()} hold {'values that are not logged' if base is None else f'logged values ({_BASES[base][0]})'}, "
+            f"such as cell {numbers[members][0]}"
+            for base, members in reversed(bases.items())
+        )
+        raise DataError(
+            f"{path}: its cells are of different scales: of {which.sum()} looked at closely, {listed}. They cannot be "
+            "trained on together. Use a layer in which all cells are alike (data.layer), or bring them to one scale"
+        )
 
 
 def _logs_of_one_total(cells: dict[str, NDArray[Any]], which: NDArray[np.bool_]) -> bool:

@@ -46,7 +46,7 @@ def shard_cells(options: CellsData, seed: int, target: Path, *, cells_per_shard:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DataError(f"--to {target} is there already and not empty: name a new folder")
     corpus = open_corpus(options, seed, quiet=False)
-    values = check_cells(corpus.training, options)
+    values = check_cells(corpus.training, options, twins=True)
     sources = sources_of(_read_by(options))
     aside = target.with_name(f".{target.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)

@@ -47,12 +47,25 @@ class ShardedCopy:
 class ShardFiles(SeveralFiles["_Shard"]):
     """A CellSource. Nothing is read before it is asked for; a slice is copied from the mapped file, not parsed."""
 
-    def __init__(self, files: Sequence[Path], cells: Sequence[int], label_names: list[str], origin: str) -> None:
+    def __init__(
+        self, files: Sequence[Path], cells: Sequence[int], label_names: list[str], origin: str, genes: int
+    ) -> None:
         super().__init__(cells)
-        self.files, self.label_names, self.origin = files, label_names, origin
+        self.files, self.label_names, self.origin, self.genes = files, label_names, origin, genes
 
     def _read_one(self, number: int, first: int, last: int) -> SparseRows:
-        return self._opened(number).read(first, last)
+        rows = self._opened(number).read(first, last)
+        if rows is None or not _are_cells(rows, self.genes):
+            raise self._damaged(number, f"the cells {first} to {last - 1} hold what no cell can")
+        return rows
+
+    def _damaged(self, number: int, what: str) -> DataError:
+        """Sizes are compared at the start, contents are not: that would take as long as reading everything."""
+        file = self.files[number]
+        return DataError(
+            f"{file} is damaged: {what}. Make the copy anew, or copy it again. Which files are whole:  "
+            f"{command('data', 'verify', file.parent)}"
+        )
 
     def _open_one(self, number: int) -> _Shard:
         return _Shard.map(self.files[number])
@@ -69,6 +82,9 @@ class ShardFiles(SeveralFiles["_Shard"]):
         if not self.label_names:
             return None
         codes = [self._opened(number).labels for number in range(len(self.files))]
+        for number, some in enumerate(codes):
+            if len(some) and not -1 <= some.min() <= some.max() < len(self.label_names):
+                raise self._damaged(number, "its labels are none of the manifest's")
         return np.concatenate(codes).astype(np.int64), self.label_names
 
 
@@ -97,10 +113,20 @@ class _Shard:
                 f"{file} cannot be read: {error}. Which files are whole:  {command('data', 'verify', file.parent)}"
             ) from None
 
-    def read(self, first: int, last: int) -> SparseRows:
+    def read(self, first: int, last: int) -> SparseRows | None:
+        """None: the cells lie where nothing is."""
         starts = self.starts[first : last + 1].astype(np.int64)
         begin, end = int(starts[0]), int(starts[-1])
+        if begin < 0 or end > len(self.genes) or (np.diff(starts) < 0).any():
+            return None
         return SparseRows(starts - begin, self.genes[begin:end], self.values[begin:end])
+
+
+def _are_cells(rows: SparseRows, genes: int) -> bool:
+    """Two looks at what has just been mapped. NaN is not above 0."""
+    if not len(rows.genes):
+        return True
+    return int(rows.genes.max()) < genes and bool(rows.values.min() >= 0) and bool(np.isfinite(rows.values.max()))
 
 
 def open_shards(folder: Path) -> ShardedCopy:
@@ -127,7 +153,13 @@ def open_shards(folder: Path) -> ShardedCopy:
     shards = about["shards"]
     origin = f"sharded copy {manifest['sha256'][:12]}"
     training, validation = (
-        ShardFiles([folder / name for name in shards[part]], list(shards[part].values()), about["labels"], origin)
+        ShardFiles(
+            [folder / name for name in shards[part]],
+            list(shards[part].values()),
+            about["labels"],
+            origin,
+            len(about["genes"]),
+        )
         for part in ("train", "valid")
     )
     return ShardedCopy(

@@ -30,7 +30,7 @@ from shardwise.tasks.cells.corpus import Corpus, open_corpus
 from shardwise.tasks.cells.export import save_encoder
 from shardwise.tasks.cells.model import IGNORED, CellEncoder, split_encoder, targets_of
 from shardwise.tasks.cells.neighbours import draw_cells, knn_agreement
-from shardwise.tasks.cells.overlap import cell_contents
+from shardwise.tasks.cells.overlap import STREAMED, cell_contents
 from shardwise.tasks.cells.samples import CellSamples, CellsInMemory, StreamedCells
 from shardwise.tasks.cells.tokens import NO_PLACE, CellBatch, CellTokenizer, revealed
 from shardwise.tasks.packing import (
@@ -58,8 +58,10 @@ class CellsTask(Task):
 
     def prepare_data(self) -> None:
         corpus = open_corpus(self._data, self.config.seed, quiet=False)
-        values = check_cells(corpus.training, self._data)
-        check_held_out(corpus.validation_cells()[0], self._data)
+        some = self._data.streaming and corpus.split.kept > STREAMED
+        values = check_cells(corpus.training, self._data, twins=some)
+        rows, _, _, labels = corpus.validation_cells()
+        check_held_out(rows, labels, len(corpus.training), self._data)
         tokenizer = self._tokenizer(corpus)
         log.info(
             f"cells: {corpus.split.kept} to train on, {len(corpus.held_out)} held out; {len(corpus.genes)} genes, "

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.genes import name_columns
 from shardwise.tasks.cells.h5ad import H5adFile
+from shardwise.tasks.cells.wording import for_all_files, shape_of, some
 
 NOT_SHIPPED = "human_protein_coding"
 
@@ -20,40 +23,50 @@ log = logging.getLogger(__name__)
 def choose_vocabulary(gene_vocab: str | None, files: Sequence[H5adFile], *, quiet: bool = True) -> dict[str, int]:
     """From a file, or every gene of the data in order of appearance. Says what does not fit."""
     say, warn = (log.debug, log.debug) if quiet else (log.info, log.warning)
+    notes: defaultdict[str, list[tuple[Path, str]]] = defaultdict(list)
     for file in files:
         for note in file.notes:
-            warn(note)
+            notes[shape_of(note, file.path)].append((file.path, note))
+    for alike in notes.values():
+        _tell(alike, warn)
     if gene_vocab is None or gene_vocab == NOT_SHIPPED:
         _check_names(files, None, warn)
         _check_shared(files, warn)
         genes = list(dict.fromkeys(gene for file in files for gene in file.genes if gene))
+        if not quiet:
+            _check_spelling(genes, warn)
         why = f"gene_vocab: {NOT_SHIPPED} does not come with shardwise, so " if gene_vocab else ""
         say(f"{why}the vocabulary is the {len(genes)} genes of the data; give a file as data.gene_vocab to fix it")
     else:
         genes = _read(Path(gene_vocab))
         _check_names(files, gene_vocab, warn)
     if len(genes) == 1:
-        warn(f"the vocabulary is one gene, {genes[0]}: there are no others to predict it from")
+        warn(f"the vocabulary is one gene, {some(genes)}: there are no others to predict it from")
     vocabulary = {gene: number for number, gene in enumerate(genes)}
+    fitting: list[tuple[Path, str]] = []
+    misfits: list[tuple[Path, str]] = []
     for file in files:
         present = _named(file)
         known = sum(gene in vocabulary for gene in present)
         if not known:
             raise DataError(
-                f"{file.path} has no gene in common with {gene_vocab}: it names genes like {_some(present)}, the "
-                f"vocabulary like {_some(genes)}. {_which_column(file, vocabulary)}"
+                f"{file.path} has no gene in common with {gene_vocab}: it names genes like {some(present)}, the "
+                f"vocabulary like {some(genes)}. {_which_column(file, vocabulary)}"
             )
         left_out = [gene for gene in present if gene not in vocabulary]
         if left_out or known < len(genes):
-            others = f"; {len(left_out)} others are not in it and left out ({_some(left_out)}, …)" if left_out else ""
+            others = f"; {len(left_out)} others are not in it and left out ({some(left_out)}, …)" if left_out else ""
             text = f"{file.path} has {known} of the {len(genes)} genes of the vocabulary{others}"
             if left_out and 2 * known < min(len(present), len(genes)):
-                warn(
-                    f"{text}. Most genes do not fit: does {gene_vocab} name them otherwise ({_some(genes)})? "
+                text = (
+                    f"{text}. Most genes do not fit: does {gene_vocab} name them otherwise ({some(genes)})? "
                     f"{_which_column(file, vocabulary)}"
                 )
+                misfits.append((file.path, text))
             else:
-                say(text)
+                fitting.append((file.path, text))
+    _tell(misfits, warn)
+    _tell(fitting, say)
     return vocabulary
 
 
@@ -64,12 +77,12 @@ def _check_names(files: Sequence[H5adFile], gene_vocab: str | None, warn: Callab
             continue
         present = _named(file)
         what = (
-            f"{file.path}: its genes have no names but row numbers ({_some(present)}, …, {present[-1]}) in the index of "
+            f"{file.path}: its genes have no names but row numbers ({some(present)}, …, {present[-1]}) in the index of "
             f"{file.table}"
         )
         columns = name_columns(file.path, file.table, file.gene_column)
         if columns:
-            listed = "; ".join(f"{name}: {_some(names)}" for name, names in list(columns.items())[:4])
+            listed = "; ".join(f"{name}: {some(names)}" for name, names in list(columns.items())[:4])
             raise DataError(
                 f"{what}. Set data.gene_key to the column with their names ({listed}), or to {file.gene_column} to train "
                 "on the numbers all the same"
@@ -95,21 +108,46 @@ def _check_shared(files: Sequence[H5adFile], warn: Callable[[str], None]) -> Non
         one = files[0]
         known = {gene: 0 for file in files if file.path in first for gene in file.genes if gene}
         raise DataError(
-            f"{apart.path} has no gene in common with {one.path}: one names genes like {_some(_named(apart))}, the other "
-            f"like {_some(_named(one))}. They would be trained on as different genes. {_which_column(apart, known)}. If they "
+            f"{apart.path} has no gene in common with {one.path}: one names genes like {some(_named(apart))}, the other "
+            f"like {some(_named(one))}. They would be trained on as different genes. {_which_column(apart, known)}. If they "
             "are different genes indeed, name them all in a file: data.gene_vocab"
         )
+    apart_from_others: list[tuple[Path, str]] = []
     for file in files:
         own = _named(file)
         shared = sum(having[gene] > 1 for gene in own)
         others = sum(1 for gene, number in having.items() if number > (gene in file.gene_set))
         if 2 * shared < min(len(own), others):
             alone = [gene for gene in own if having[gene] == 1]
-            warn(
+            text = (
                 f"{file.path} has {shared} of its {len(own)} genes in common with the other files; only there: "
-                f"{_some(alone)}, …. Genes that are named otherwise are trained on as different genes. "
+                f"{some(alone)}, …. Genes that are named otherwise are trained on as different genes. "
                 f"{_which_column(file, having)}"
             )
+            apart_from_others.append((file.path, text))
+    _tell(apart_from_others, warn)
+
+
+_VERSIONED = re.compile(r"(ENS[A-Z]*\d{6,}|[NX][MR]_\d+)\.\d+$")
+"""An Ensembl or RefSeq id with its version. In other names, a number after a dot belongs to the name."""
+
+
+def _check_spelling(genes: Sequence[str], warn: Callable[[str], None]) -> None:
+    spellings: defaultdict[str, list[str]] = defaultdict(list)
+    for gene in genes:
+        spellings[_VERSIONED.sub(r"\1", gene).upper()].append(gene)
+    several = [names for names in spellings.values() if len(names) > 1]
+    if several:
+        pairs = "; ".join(some(names) for names in several[:3])
+        warn(
+            f"genes whose names differ only in case or version, {len(several)} in all, are trained on as different ones: "
+            f"{pairs}. Where they are the same, write them alike, or choose another column with data.gene_key"
+        )
+
+
+def _tell(told: Sequence[tuple[Path, str]], say: Callable[[str], None]) -> None:
+    for text in for_all_files(told) if told else ():
+        say(text)
 
 
 def _connected(files: Sequence[H5adFile]) -> set[Path]:
@@ -158,20 +196,33 @@ def _read(path: Path) -> list[str]:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise DataError(f"data.gene_vocab: {path} is not JSON: {error}") from None
-        listed = [str(gene).strip() for gene in content] if isinstance(content, list | dict) else []
+        if not _are_names(content):
+            raise DataError(
+                f"data.gene_vocab: {path} begins with {some([text.strip()], repr)}, and is expected to be a list of names "
+                '(["TP53", …]), or an object with the names as keys and their numbers as values'
+            )
+        listed = [str(gene).strip() for gene in content]
         genes = [gene for gene in listed if gene]
     else:
         genes = [line.strip() for line in text.splitlines() if line.strip()]
+        for mark, called in ((",", "comma"), ("\t", "tab"), (";", "semicolon")):
+            if 2 * sum(mark in gene for gene in genes) > len(genes):
+                raise DataError(
+                    f"data.gene_vocab: {path} looks {called}-separated, and one gene per line is expected: its first line is "
+                    f"{some(genes[:1], repr)}"
+                )
     if not genes:
         raise DataError(f"data.gene_vocab: {path} names no genes")
     if len(set(genes)) < len(genes):
         twice = [gene for gene, times in Counter(genes).items() if times > 1]
         raise DataError(
-            f"data.gene_vocab: {path} names {len(genes) - len(set(genes))} genes more than once, for example {_some(twice)}. "
+            f"data.gene_vocab: {path} names {len(genes) - len(set(genes))} genes more than once, for example {some(twice)}. "
             "Name each once"
         )
     return genes
 
 
-def _some(genes: Sequence[str]) -> str:
-    return ", ".join(genes[:3])
+def _are_names(content: Any) -> bool:
+    if isinstance(content, dict):
+        return all(isinstance(number, int) for number in content.values())
+    return isinstance(content, list) and all(isinstance(gene, str | int) for gene in content)

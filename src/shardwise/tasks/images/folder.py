@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from shardwise.data.file_kinds import is_left_by_a_system
 from shardwise.errors import DataError
 from shardwise.tasks.images.config import ImagesData
 from shardwise.tasks.images.decode import WHITE, Background, Facts, decode, inspect
@@ -34,8 +35,6 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 LOOKED_AT = 100
 """Files of each other ending whose content is looked at; those without any ending are all looked at."""
 VALIDATION = ("valid", "val", "validation")
-LEFT_BY_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
-"""In lower case. Hidden files and folders are left out as well: .DS_Store, .ipynb_checkpoints, which holds copies."""
 
 
 class Files(Pictures):
@@ -110,7 +109,7 @@ def _background(options: ImagesData) -> Background:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not _of_a_system(path.name) and path.is_dir())
+    return sorted(path.name for path in folder.iterdir() if not is_left_by_a_system(path.name) and path.is_dir())
 
 
 def _files(folder: Path, classes: list[str], background: Background) -> Files:
@@ -141,7 +140,7 @@ def _files(folder: Path, classes: list[str], background: Background) -> Files:
 
 
 def _mention_left_out(folder: Path, others: list[Path]) -> None:
-    loose = [path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and not _of_a_system(path.name)]
+    loose = [path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and not is_left_by_a_system(path.name)]
     if loose:
         log.warning(
             f"{folder}: {len(loose)} images lie in no class folder and are left out, {min(loose).name} first: put them into one"
@@ -196,14 +195,10 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 f"{parent} is a link to a folder that it lies in, so there is no end to it: remove the link"
             )
         above[parent] = (*way, (here.st_dev, here.st_ino))
-        folders[:] = sorted(name for name in folders if not _of_a_system(name))
+        folders[:] = sorted(name for name in folders if not is_left_by_a_system(name))
         for name in sorted(names):
-            if not _of_a_system(name):
+            if not is_left_by_a_system(name):
                 yield Path(parent, name)
-
-
-def _of_a_system(name: str) -> bool:
-    return name.startswith(".") or name.lower() in LEFT_BY_SYSTEMS
 
 
 def _listed(names: list[str]) -> str:

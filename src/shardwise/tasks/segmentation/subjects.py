@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.file_kinds import is_left_by_a_system
 from shardwise.data.holdout import hold_out
 from shardwise.errors import DataError
 from shardwise.tasks.segmentation.config import SegmentationData, check_class_names
@@ -16,8 +17,6 @@ from shardwise.tasks.segmentation.synthetic import synthetic_root, synthetic_sub
 ENDINGS = (".nii.gz", ".nii")
 VALIDATION = ("valid", "validation", "val")
 """The names that the folder of those who are held out may have, or their list in a dataset.json."""
-LEFT_BY_SYSTEMS = {"__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"}
-"""Folders, in lower case. Hidden ones are left out as well."""
 AT_MOST = 8
 """Problems that one message names."""
 
@@ -154,7 +153,7 @@ def _validation_folder(root: Path) -> Path | None:
 
 def unread_folders(root: Path) -> list[str]:
     """Beside train/, with subjects in them."""
-    beside = (path for path in sorted(root.iterdir()) if path.name != "train" and not _of_a_system(path.name))
+    beside = (path for path in sorted(root.iterdir()) if path.name != "train" and not is_left_by_a_system(path.name))
     return [path.name for path in beside if any(path.glob("*/img.nii*"))]
 
 
@@ -168,7 +167,7 @@ def _looks_like_validation(path: Path) -> bool:
 def _subjects_in(folder: Path) -> list[Subject]:
     if not folder.is_dir():
         raise DataError(f"data.root: there is no folder {folder}; source: folder reads train/<subject>/img.nii.gz")
-    there = sorted(path for path in folder.iterdir() if not _of_a_system(path.name))
+    there = sorted(path for path in folder.iterdir() if not is_left_by_a_system(path.name))
     if not any(path.is_dir() for path in there):
         raise DataError(f"{folder} holds no subjects: put each into a folder of its own, <subject>/img.nii.gz")
     found: list[Subject] = []
@@ -186,10 +185,6 @@ def _subjects_in(folder: Path) -> list[Subject]:
     if problems:
         raise several(problems)
     return found
-
-
-def _of_a_system(name: str) -> bool:
-    return name.startswith(".") or name.lower() in LEFT_BY_SYSTEMS
 
 
 def _subject_in(folder: Path) -> Subject:
