@@ -89,6 +89,7 @@ LONG = (
     "distributed/test_strategies.py",
     "launch/test_restarts.py",
     "verify/test_planted.py",
+    "verify/test_wrong_tasks.py",
     "drill/test_link.py",
     "verify/test_clean.py",
     "drill/test_drill.py",

@@ -359,7 +359,8 @@ def test_a_copy_by_another_version_with_another_format_is_refused(
     copied(source, tmp_path / "copy")
     rewrite_manifest(tmp_path / "copy", format=made)
     with pytest.raises(
-        DataError, match=rf"copy was made by {message} version of shardwise .* Make it anew: shardwise data sh"
+        DataError,
+        match=rf"copy was made by {message} version of shardwise .* Make it anew:  .*shardwise data shard CONFIG",
     ):
         open_shards(tmp_path / "copy")
     assert main(["data", "verify", str(tmp_path / "copy")]) == 2

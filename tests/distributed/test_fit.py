@@ -361,7 +361,7 @@ class _Client:
 def test_a_finished_run_says_so_and_goes_on_when_asked_for_more(ranks: RankPool, tmp_path: Path) -> None:
     fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"])
     again = fit(ranks, tmp_path, [*DDP, "training.max_epochs=1"], resume="auto")
-    assert again["steps"] == 9 and "this run is finished" in again["output"]
+    assert again["steps"] == 9 and "nothing was left to do" in again["output"]
     assert fit(ranks, tmp_path, DDP, resume="auto")["steps"] == 27
 
 
@@ -458,7 +458,7 @@ def test_waiting_for_data_is_logged_and_said_once_with_the_remedy(ranks: RankPoo
     slow = [*DDP, "task=tests.tasks:SlowToRead", "training.log_every_n_steps=1"]
     output = fit(ranks, tmp_path, slow)["output"]
     assert output.count("of the time is spent waiting for data") == 1
-    assert "data.num_workers is 0: set it to" in output and "`shardwise bench data CONFIG`" in output
+    assert "data.num_workers is 0: set it to" in output
     shares = [
         json.loads(line)["data_wait_share"]
         for line in (tmp_path / "runs" / "ragged" / "metrics.jsonl").read_text().splitlines()

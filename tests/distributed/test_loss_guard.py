@@ -244,4 +244,4 @@ def test_train_rolls_back_says_so_and_logs_every_step_once(ranks: RankPool, tmp_
         steps = [each["step"] for each in records if "eval" not in each and "checkpoint" not in each]
         assert steps == list(range(1, 19)), file.name
     again = ranks.run(2, functools.partial(work.run_fit, resume="auto"), text, overrides, str(tmp_path))[0]
-    assert "this run is finished" in again["output"]
+    assert "nothing was left to do" in again["output"]

@@ -26,6 +26,7 @@ class PoisonedAtThree(Ragged):
     """The third step's loss is not finite."""
 
     calls = 0
+    loss_is_a_sum = False  # it counts its calls: the first step asks nothing more of it
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
         PoisonedAtThree.calls += 1

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from shardwise.verify import conduct
 from shardwise.verify.causes import Cause
-from shardwise.verify.groups import GroupResult, run_groups
 from shardwise.verify.proof import verify
-from shardwise.verify.report import Report
-from shardwise.verify.run_spec import RunSpec
+from tests.verify.planting import RAGGED, run
 
-CONFIG = """
-task: {task}
-training: {{batch_size: 3, gradient_accumulation: 2, gradient_clip: 0.5, optimizer: {{lr: 0.01}}}}
-"""
-RAGGED = "tests.tasks:Ragged"
 # (bug, task, strategy, cause that must be named first)
 PLANTED = [
     ("each_micro_batch_takes_its_own_mean", RAGGED, "ddp", Cause.MEAN_OF_MEANS),
@@ -32,8 +22,6 @@ PLANTED = [
     ("every_rank_seeds_its_own_weights", RAGGED, "ddp", Cause.DIFFERENT_SEEDS),
     ("buffers_are_not_sent_at_the_start", RAGGED, "fsdp", Cause.STALE_BUFFERS),
     ("running_buffers_are_not_shared", "tests.verify.toys:Normed", "fsdp", Cause.STALE_BUFFERS),
-    ("nothing", "tests.verify.toys:Centring", "ddp", Cause.OWN_BUFFERS),
-    ("nothing", "tests.verify.toys:Centring", "fsdp", Cause.OWN_BUFFERS),
     ("one_rank_has_a_loss_term_of_its_own", RAGGED, "ddp", Cause.RANKS_COMPUTE_DIFFERENTLY),
     ("one_rank_has_a_loss_term_of_its_own", RAGGED, "fsdp", Cause.RANKS_COMPUTE_DIFFERENTLY),
     ("one_rank_detaches_a_parameter", RAGGED, "ddp", Cause.ONE_SIDED_PARAMETER),
@@ -53,81 +41,7 @@ PLANTED = [
     ("one_rank_calls_another_collective", RAGGED, "ddp", Cause.COLLECTIVE_MISMATCH),
     ("one_rank_never_comes_back", RAGGED, "ddp", Cause.HANG),
     ("one_rank_fails", RAGGED, "ddp", Cause.RANK_FAILED),
-    ("nothing", "tests.verify.toys:Noisy", "ddp", Cause.RANDOM_FORWARD),
-    ("nothing", "tests.verify.toys:MadeAnew", "ddp", Cause.DATA_CHANGE),
-    ("nothing", "tests.verify.toys:Detached", "ddp", Cause.DETACHED_PARAMETER),
-    ("nothing", "tests.verify.toys:Detached", "fsdp", Cause.DETACHED_PARAMETER),
-    ("nothing", "tests.verify.toys:Mean", "ddp", Cause.LOSS_IS_NO_SUM),
-    ("nothing", "tests.verify.toys:Overlapping", "ddp", Cause.OVERLAP),
-    ("nothing", "tests.verify.toys:DrawsPerBatch", "ddp", Cause.ORDER_MATTERS),
-    ("nothing", "tests.verify.toys:FromASet", "ddp", Cause.DATA_BY_HASH),
-    ("nothing", "tests.verify.toys:FromAFolder", "ddp", Cause.DATA_BY_LISTING),
-    ("nothing", "tests.verify.toys:SlowAndByRank", "ddp", Cause.DATA_BY_RANK),
-    ("nothing", "tests.verify.toys:ByThreads", "ddp", Cause.DATA_BY_RANK),
-    ("nothing", "tests.verify.toys:HeldOutInAnotherType", "ddp", Cause.OVERLAP),
-    ("nothing", "tests.verify.toys:LeavingOut", "ddp", Cause.LOSS_IS_NO_SUM),
-    ("nothing", "tests.verify.toys:MaxNorm", "ddp", Cause.WEIGHTS_BY_SAMPLES),
-    ("nothing", "tests.verify.toys:ClampingHook", "ddp", Cause.CLIPPED_BEFORE_REDUCED),
-    ("nothing", "tests.verify.toys:Remembering", "ddp", Cause.EVALUATION_RANDOM),
-    ("nothing", "tests.verify.toys:Freezing", "ddp", Cause.EVALUATION_CHANGES),
-    ("nothing", "tests.verify.toys:Switching", "ddp", Cause.EVALUATION_CHANGES),
-    ("nothing", "tests.verify.toys:Reseeding", "ddp", Cause.EVALUATION_CHANGES),
-    ("nothing", "tests.verify.toys:CountedOnRankZero", "ddp", Cause.METRIC_OF_SOME_RANKS),
-    ("nothing", "tests.verify.toys:MeanOfMicroBatches", "fsdp", Cause.METRIC_DIFFERS),
-    ("nothing", "tests.verify.toys:AddingUp", "ddp", Cause.EVALUATION_RANDOM),
-    ("nothing", "tests.verify.toys:Normalising", "ddp", Cause.HIDDEN_STATE),
-    ("nothing", "tests.verify.toys:WithReplacement", "ddp", Cause.REPEATED),
-    ("nothing", "tests.verify.toys:RareMean", "ddp", Cause.LOSS_IS_NO_SUM),
 ]
-
-
-# Bugs that a process without others never meets: it is run for the first of them, and its records serve the rest.
-AMONG_RANKS_ONLY = {
-    "nothing_is_synchronised",
-    "one_parameter_is_not_synchronised",
-    "every_rank_seeds_its_own_weights",
-    "buffers_are_not_sent_at_the_start",
-    "only_rank_zero_updates",
-    "the_norm_is_that_of_a_ranks_own_shards",
-    "the_rate_grows_with_the_number_of_ranks",
-    "the_optimizer_state_is_not_loaded",
-    "the_schedule_starts_over",
-    "the_cursor_is_not_loaded",
-    "one_rank_stops_early",
-    "one_rank_calls_another_collective",
-    "one_rank_never_comes_back",
-    "one_rank_fails",
-    "one_rank_runs_its_blocks_twice",
-    "one_rank_detaches_a_parameter",
-}
-
-
-def run(tmp_path: Path, bug: str, task: str = RAGGED, strategy: str = "ddp", overrides: Sequence[str] = ()) -> Report:
-    config = tmp_path / "toy.yaml"
-    config.write_text(CONFIG.format(task=task))
-    planted = f"tests.verify.planted:{bug}"
-    with pytest.MonkeyPatch.context() as patch:
-        if bug in AMONG_RANKS_ONLY:
-            patch.setattr(conduct, "run_groups", _sharing((task, strategy, *overrides)))
-        return verify(config, ranks=2, strategy=strategy, planted=planted, hang_timeout=6, overrides=overrides)
-
-
-def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, GroupResult]]:
-    def run_or_recall(specs: Sequence[RunSpec], at_once: int, *, hang_timeout: float) -> dict[str, GroupResult]:
-        known = {spec.name: _known[*key, spec.name] for spec in specs if (*key, spec.name) in _known}
-        done = run_groups([spec for spec in specs if spec.name not in known], at_once, hang_timeout=hang_timeout)
-        for name, result in done.items():
-            alone = result.spec.world == 1 and not result.spec.resume
-            followed = result.spec.keep_every_step or result.spec.follow  # what it left in its folder is needed, too
-            if alone and not followed and result.fine:
-                assert result.records  # read now: their folder goes with the run
-                _known[*key, name] = result
-        return known | done
-
-    return run_or_recall
-
-
-_known: dict[tuple[str, ...], GroupResult] = {}
 
 
 @pytest.mark.parametrize(("bug", "task", "strategy", "cause"), PLANTED, ids=lambda value: str(value).rpartition(":")[2])
@@ -137,11 +51,6 @@ def test_a_planted_bug_is_caught_and_its_cause_named(
     report = run(tmp_path, bug, task, strategy)
     assert not report.passed
     assert report.causes[0] is cause, report.as_text()
-
-
-def test_data_that_follow_from_the_loader_worker_are_found_where_the_config_has_workers(tmp_path: Path) -> None:
-    report = run(tmp_path, "nothing", "tests.verify.toys:ByWorker", overrides=["data.num_workers=2"])
-    assert report.causes[0] is Cause.WORKERS, report.as_text()
 
 
 def test_what_hides_in_the_rounding_of_a_narrow_type_is_seen_in_fp32(tmp_path: Path) -> None:
@@ -172,13 +81,6 @@ def test_under_fsdp_blocks_that_only_some_ranks_compute_show_in_the_collectives(
     assert "did not run the same blocks, or not with the same parameters" in finding.what
 
 
-def test_the_sample_and_the_tensor_that_change_are_named(tmp_path: Path) -> None:
-    report = run(tmp_path, "nothing", "tests.verify.toys:DrawsAnew")
-    assert report.causes[0] is Cause.DATA_CHANGE
-    assert re.search(r"sample \d+: ids is another", report.findings[0].what), report.as_text()
-    assert Cause.RANDOM_FORWARD not in report.causes
-
-
 def test_packed_samples_are_not_taken_for_others_when_something_else_is_wrong(tmp_path: Path) -> None:
     """What one process reads beforehand lies as in the ranks: end to end."""
     cells = ["data.num_cells=120", "data.num_genes=60", "tokenizer.packing=true", "training.device=cpu",
@@ -203,13 +105,6 @@ def test_of_a_strategy_that_says_so_differences_in_numbers_are_noted_and_all_els
     assert (status["agreement weights"], status["resume resumed on 1 rank(s)"]) == ("note", "note")
     for name in ("parity initial weights", "parity samples", "resume killed and resumed", "agreement branches"):
         assert status[name] == "pass", report.as_text()
-
-
-def test_samples_that_are_copies_of_others_leave_open_whether_each_is_used_once(tmp_path: Path) -> None:
-    report = run(tmp_path, "nothing", "tests.verify.toys:EveryOther")
-    assert report.answer == "not proved", report.as_text()
-    check = next(check for check in report.checks if check.name == "samples distinct")
-    assert check.status == "not proved" and "26 are copies of another, 1 of 0 for example" in check.detail
 
 
 LOOP = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -14,6 +16,7 @@ __all__ = [
     "buffers_of",
     "give_marks",
     "parameters_of",
+    "plain_attributes",
     "temporary_buffers_of",
     "updates_unless_inf",
 ]
@@ -39,6 +42,12 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 def temporary_buffers_of(module: nn.Module) -> set[str]:
     """The names of those that no state dict has (`persistent=False`); may be added to. Seen on 2.11, 2.13, 2.15."""
     return module._non_persistent_buffers_set
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Those of the model's own that no register holds: no hooks, and not whether it trains. Seen on 2.11, 2.13, 2.15."""
+    others = {*REGISTERS, "_non_persistent_buffers_set", "training"}
+    return {name: value for name, value in vars(module).items() if name not in others and "_hooks" not in name}
 
 
 def give_marks(source: nn.Module, target: nn.Module) -> None:

@@ -168,22 +168,24 @@ def _first(names: list[str]) -> str:
 @contextmanager
 def _listening() -> Iterator[list[str]]:
     """The errors that `datasets` logs, which name the file, instead of lines on the screen; its warnings are logged as ours."""
-    said: list[str] = []
-    theirs = logging.getLogger("datasets")
+    theirs, listener = logging.getLogger("datasets"), _Listener()
     before = theirs.handlers, theirs.propagate
-    listener = logging.Handler()
-
-    def emit(record: logging.LogRecord) -> None:
-        if record.levelno >= logging.ERROR:
-            said.append(record.getMessage())
-        elif record.levelno == logging.WARNING:
-            log.warning(one_line(record.getMessage()))
-
-    listener.emit = emit  # type: ignore[method-assign]
     theirs.handlers, theirs.propagate = [listener], False
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"datasets\.")
-            yield said
+            yield listener.errors
     finally:
         theirs.handlers, theirs.propagate = before
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.ERROR:
+            self.errors.append(record.getMessage())
+        elif record.levelno == logging.WARNING:
+            log.warning(one_line(record.getMessage()))

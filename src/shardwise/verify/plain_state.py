@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.compat.modules import plain_attributes
+
 MOST_ITEMS = 5_000
 """Of one list or dict; a longer one is data."""
 MOST_BYTES = 64 * 2**20
 """Of one tensor or array."""
 DEEPEST = 3
-_OF_MODULES = {"training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 _OF_TASKS = {"config", "_model"}
 _LIBRARIES = {"torch", "shardwise", "transformers", "monai", "builtins"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -62,8 +63,8 @@ def attributes_of(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if type(module).__module__.startswith("torch.nn.parallel"):
             continue
-        for key, value in vars(module).items():
-            if key not in _OF_MODULES and "_hooks" not in key and (digest := _digest(value, DEEPEST)) is not None:
+        for key, value in plain_attributes(module).items():
+            if (digest := _digest(value, DEEPEST)) is not None:
                 found[f"{name}.{key}" if name else key] = digest
     return found
 

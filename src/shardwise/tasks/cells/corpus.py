@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 import shardwise
-from shardwise.config.commands import command
 from shardwise.errors import ConfigError, DataError
 from shardwise.tasks.cells.check import scales_of
 from shardwise.tasks.cells.config import FIXED_IN_A_COPY, CellsData
@@ -18,7 +17,7 @@ from shardwise.tasks.cells.h5ad import H5adFiles, inspect
 from shardwise.tasks.cells.rows import CellSource, Ints, SparseRows, gather
 from shardwise.tasks.cells.samples import Split
 from shardwise.tasks.cells.shards import ShardedCopy, open_shards
-from shardwise.tasks.cells.sources import compare
+from shardwise.tasks.cells.sources import compare, to_make_a_copy
 from shardwise.tasks.cells.synthetic import synthetic_file
 from shardwise.tasks.cells.vocabulary import choose_vocabulary
 
@@ -93,8 +92,7 @@ def _check_sources(options: CellsData, copy: ShardedCopy) -> None:
         what = f"the sharded copy {folder} was made from files that have changed since: {'; '.join(found.changed)}"
         if options.changed_sources == "refuse":
             raise DataError(
-                f"{what}. Make it anew (shardwise data shard CONFIG --to FOLDER), or, to train on the cells as they were, set "
-                "data.changed_sources: warn"
+                f"{what}. To train on the cells as they were, set data.changed_sources: warn. To make it anew:  {to_make_a_copy()}"
             )
         log.warning(f"{what}. It is trained on as it was made")
     if found.touched:
@@ -140,6 +138,5 @@ def _check_wishes(options: CellsData, copy: ShardedCopy) -> None:
         wanted = ", ".join(f"{key}: {json.dumps(asked[key])}" for key in other)
         raise ConfigError(
             f"data: the sharded copy {options.paths[0]} was made with {made}, and has that fixed, but the config says {wanted}. "
-            f"Leave {', '.join(other)} out, or make another copy from the h5ad files:  "
-            + command("data", "shard", "CONFIG", "--to", "FOLDER")
+            f"Leave {', '.join(other)} out, or make another copy from the h5ad files:  " + to_make_a_copy()
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.config.commands import command
 from shardwise.errors import DataError
 
 FORMAT = 2
@@ -53,8 +54,13 @@ def check_format(folder: Path, about: dict[str, Any]) -> None:
         raise DataError(
             f"{folder} was made by {'an older' if made < FORMAT else 'a newer'} version of shardwise "
             f"({about.get('shardwise', 'which did not say which')}): its format is {made}, and this one reads {FORMAT}. Make it "
-            "anew: shardwise data shard CONFIG --to FOLDER"
+            f"anew:  {to_make_a_copy()}"
         )
+
+
+def to_make_a_copy() -> str:
+    """From the h5ad files that a config names."""
+    return command("data", "shard", "CONFIG", "--to", "FOLDER")
 
 
 def sources_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
