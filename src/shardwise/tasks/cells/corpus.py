@@ -92,7 +92,8 @@ def _check_sources(options: CellsData, copy: ShardedCopy) -> None:
         what = f"the sharded copy {folder} was made from files that have changed since: {'; '.join(found.changed)}"
         if options.changed_sources == "refuse":
             raise DataError(
-                f"{what}. To train on the cells as they were, set data.changed_sources: warn. To make it anew:  {to_make_a_copy()}"
+                f"{what}. To train on the cells as they were, set data.changed_sources: warn. To make it anew:  "
+                + to_make_a_copy()
             )
         log.warning(f"{what}. It is trained on as it was made")
     if found.touched:
