@@ -114,6 +114,27 @@ def test_a_parameter_that_is_moved_stays_itself_for_those_who_hold_it_in_a_list(
     assert model._flat_weights[0] is model.weight_ih_l0
 
 
+class _OneBuffer(Ragged):
+    """The same buffer in every block, as frozen random matrices of adapters are, or a mask."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        scale = 1 + torch.rand(self.config.model.width)  # type: ignore[attr-defined]
+        for layer in self.blocks(model):
+            layer.inner.register_buffer("scale", scale)
+            layer.inner.register_forward_hook(lambda inner, given, result: result * inner.scale)
+        return model
+
+
+@pytest.mark.parametrize("way", ["strategy=ddp", "fsdp={}", "fsdp={activation_checkpointing: true}", "pipeline={}"])
+def test_a_buffer_that_modules_share_is_one_on_every_rank(ranks: RankPool, way: str) -> None:
+    text = f"task: {__name__}:_OneBuffer\ntraining: {{batch_size: 6, max_steps: 4}}\n"
+    single = ranks.run(1, work.train, text, ["training.batch_size=12"])[0]
+    several = ["training.gradient_accumulation=2"] if way.startswith("pipeline") else []
+    for rank in ranks.run(2, work.train, text, [f"training.{way}", *several]):
+        assert rank["losses"] == pytest.approx(single["losses"], rel=1e-5)
+
+
 class _CannotBeMeta(Ragged):
     """A model whose constructor looks at numbers, which the meta device does not have."""
 

@@ -124,9 +124,10 @@ def refuse_other_models(model: nn.Module, world: World) -> None:
 
 def materialize(model: nn.Module, device: torch.device, *, parameters: torch.device | None = None) -> nn.Module:
     """Move to the device, or the parameters to another; tensors on meta become empty ones. Unlike Module.to_empty, tied
-    weights stay tied (torch 2.13 makes a new parameter for each owner)."""
+    weights stay tied (torch 2.13 makes a new parameter for each owner), and a buffer that several modules share stays one."""
     home = parameters or device
     moved: dict[int, nn.Parameter] = {}
+    shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id is not given again
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is None:
@@ -136,7 +137,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameters: torch.dev
             parameters_of(module)[name] = moved[id(parameter)]
         for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                buffers_of(module)[name] = _on(buffer, device)
+                _, buffers_of(module)[name] = shared.setdefault(id(buffer), (buffer, _on(buffer, device)))
     return model
 
 
@@ -168,7 +169,7 @@ def rank_zero_weights(build: Build, shape: nn.Module, training: Training, world:
     if whole is shape:  # the caller's own module, already built: spreading will take its tensors apart
         whole = copy.deepcopy(whole)
     cast_parameters(whole, training)
-    return Weights(dict(whole.state_dict()), dict(whole.named_buffers()))
+    return Weights(dict(whole.state_dict()), dict(whole.named_buffers(remove_duplicate=False)))
 
 
 def broadcast_parameters(model: nn.Module, world: World) -> None:
