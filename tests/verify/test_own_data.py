@@ -60,6 +60,11 @@ def test_ranks_that_agree_and_make_other_data_than_one_process_does_are_told() -
     assert finding.what.startswith("2 ranks make another training sample 0 than one process")
 
 
+def test_data_that_change_by_being_read_are_not_put_down_to_the_ranks() -> None:
+    finding = check_data([record(["b"]), record(["b"])], record(["a"]), changes=True).finding
+    assert finding is not None and finding.cause is Cause.DATA_CHANGE
+
+
 @pytest.mark.parametrize("order", ["reversed", "2", "3"])
 def test_a_folder_gives_the_same_files_in_another_order(order: str, tmp_path: Path) -> None:
     for name in "abcdefgh":

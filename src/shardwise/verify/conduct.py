@@ -19,7 +19,7 @@ from shardwise.parallel.gather import accumulation_problem
 from shardwise.verify.agreement import check_agreement
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import ONE_PROCESS, Compared, figures_of
-from shardwise.verify.coverage import check_coverage
+from shardwise.verify.coverage import check_coverage, check_own_batches
 from shardwise.verify.evaluation_checks import check_evaluation
 from shardwise.verify.failure_report import trouble_of
 from shardwise.verify.formatting import figure, listed
@@ -200,6 +200,8 @@ class _Proof:
         report.checks += data_checks
         if coverage in more:
             report.checks += self._coverage(coverage)
+            if fine and self.request.target.config is None:
+                report.checks += check_own_batches(self.results[ranks.name].steps, plan)
         if following is not None and not self.numbers_only and not self.request.quick:
             report.checks += self._evaluation(probe, base, following)
         if killed in more:
@@ -248,7 +250,8 @@ class _Proof:
         records = [record["data"] for record in result.records]
         yield check_models(records)
         if difference(records) is None:
-            yield check_data(records, probe.data)
+            changes = max(probe.random_data, probe.history.matters) > RANDOM
+            yield check_data(records, probe.data, changes=changes)
             return
         self._say(
             "the ranks have different data: one process with another hash seed, other orders of files and samples, a little later"

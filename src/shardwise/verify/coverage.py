@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from shardwise.data.order import Indices
 from shardwise.engine.run import Run
 from shardwise.verify.causes import Cause
 from shardwise.verify.contents import contents_of, first_difference, values_of
+from shardwise.verify.formatting import listed
 from shardwise.verify.measure import PROVES
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
-from shardwise.verify.run_spec import RunSpec
+from shardwise.verify.run_spec import Plan, RunSpec
 
 _passed, _noted = partial(passed, "coverage"), partial(noted, "coverage")
 EPOCHS = 2
@@ -112,6 +114,36 @@ def cover(run: Run, asked: Config, spec: RunSpec) -> Coverage:
     result.overlap = _overlap(run)
     result.read, result.copies, result.drawn = _copies(run)
     return result
+
+
+def check_own_batches(ranks: Sequence[Sequence[dict[str, Any]]], plan: Plan) -> Iterator[Check]:
+    """A loop of one's own may leave out a batch that it was given, or train on it again. `ranks`: what each wrote down of its
+    steps. Nothing is said of a loop that takes each as it comes."""
+    steps = list(zip(*ranks, strict=False))
+    last, first = max(rows[0]["epoch"] for rows in steps), min(rows[0]["epoch"] for rows in steps)
+    seen: dict[int, list[int]] = {}
+    for rows in steps:
+        ids = seen.setdefault(rows[0]["epoch"], [])
+        again = set(ids) & {index for row in rows for index in row["ids"]}
+        if again:
+            yield _own_batches(
+                f"step {rows[0]['step']} trains once more on samples of its epoch: {listed(sorted(again))}"
+            )
+            return
+        ids += [index for row in rows for index in row["ids"]]
+    for epoch, ids in seen.items():
+        wanted = plan.window - (plan.start if epoch == first else 0)
+        if epoch != last and len(ids) < wanted:  # the last one goes on after these steps
+            yield _own_batches(f"of the {wanted} samples of an epoch, the program trains on {len(ids)}")
+            return
+
+
+def _own_batches(text: str) -> Check:
+    why = (
+        "The program decides that by itself. If it decides by what a checkpoint does not carry (a running mean, a list, a "
+        "counter), it decides otherwise after a resume. To be proved, it takes every batch of session.batches() once"
+    )
+    return unproved("coverage", "its own batches", text, why)
 
 
 def check_coverage(coverage: Coverage, ranks: int) -> list[Check]:

@@ -98,13 +98,20 @@ def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
 
 
 def check_data(
-    records: Sequence[dict[str, Any]], alone: dict[str, Any], causes: Iterable[tuple[Cause, str]] = ()
+    records: Sequence[dict[str, Any]],
+    alone: dict[str, Any],
+    causes: Iterable[tuple[Cause, str]] = (),
+    *,
+    changes: bool = False,
 ) -> Check:
-    """`alone`: of a process without other ranks. `causes`: found by experiments, if the ranks have different data."""
+    """`alone`: of a process without other ranks. `causes`: found by experiments, if the ranks have different data. `changes`: the
+    data that `alone` had read become others by reading, or by training on them."""
     found = difference(records)
     if found is None and (unlike := difference([alone, records[0]])):
-        text = f"{len(records)} ranks make {unlike[1].replace('rank 0', 'one process')}, without other ranks beside it"
-        return failed("coverage", NAME, Finding(Cause.DATA_BY_RANK, text))
+        text, cause = f"{len(records)} ranks make {unlike[1].replace('rank 0', 'one process')}", Cause.DATA_CHANGE
+        if not changes:
+            text, cause = f"{text}, without other ranks beside it", Cause.DATA_BY_RANK
+        return failed("coverage", NAME, Finding(cause, text))
     if found is None:
         numbers = " and ".join(
             f"{len(set.intersection(*(set(each['samples'][part]) for each in records)))} of {size} {part} samples"
