@@ -40,14 +40,24 @@ AMONG_RANKS_ONLY = {
 }
 
 
-def run(tmp_path: Path, bug: str, task: str = RAGGED, strategy: str = "ddp", overrides: Sequence[str] = ()) -> Report:
+def run(
+    tmp_path: Path,
+    bug: str,
+    task: str = RAGGED,
+    strategy: str = "ddp",
+    overrides: Sequence[str] = (),
+    *,
+    quick: bool = False,
+) -> Report:
     config = tmp_path / "toy.yaml"
     config.write_text(CONFIG.format(task=task))
     planted = f"tests.verify.planted:{bug}"
     with pytest.MonkeyPatch.context() as patch:
         if bug in AMONG_RANKS_ONLY:
-            patch.setattr(conduct, "run_groups", _sharing((task, strategy, *overrides)))
-        return verify(config, ranks=2, strategy=strategy, planted=planted, hang_timeout=6, overrides=overrides)
+            patch.setattr(conduct, "run_groups", _sharing((task, strategy, str(quick), *overrides)))
+        return verify(
+            config, ranks=2, strategy=strategy, planted=planted, hang_timeout=6, overrides=overrides, quick=quick
+        )
 
 
 def _sharing(key: tuple[str, ...]) -> Callable[..., dict[str, GroupResult]]:

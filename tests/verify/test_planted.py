@@ -43,12 +43,15 @@ PLANTED = [
     ("one_rank_fails", RAGGED, "ddp", Cause.RANK_FAILED),
 ]
 
+# What --quick does not see. The others must be seen by it; those under fsdp, beside all that the whole proof sees.
+RESUMED = {Cause.OPTIMIZER_NOT_RESTORED, Cause.SCHEDULE_NOT_RESTORED, Cause.CURSOR_NOT_RESTORED}
+
 
 @pytest.mark.parametrize(("bug", "task", "strategy", "cause"), PLANTED, ids=lambda value: str(value).rpartition(":")[2])
 def test_a_planted_bug_is_caught_and_its_cause_named(
     bug: str, task: str, strategy: str, cause: Cause, tmp_path: Path
 ) -> None:
-    report = run(tmp_path, bug, task, strategy)
+    report = run(tmp_path, bug, task, strategy, quick=strategy == "ddp" and cause not in RESUMED)
     assert not report.passed
     assert report.causes[0] is cause, report.as_text()
 

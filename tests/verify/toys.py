@@ -57,6 +57,29 @@ class _Detaching(nn.LayerNorm):
         return nn.functional.layer_norm(hidden, hidden.shape[-1:], self.weight.detach(), self.bias)
 
 
+class Rare(Ragged):
+    """One of the 53 samples trains a parameter that the others do not use."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.embedding = _ForOne(model.embedding)
+        return model
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return []
+
+
+class _ForOne(nn.Module):
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.weight, self.bonus = embedding.weight, nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = nn.functional.embedding(ids, self.weight)
+        rare = ids[:, :1, None] == 26
+        return torch.where(rare, hidden * self.bonus, hidden) if rare.any() else hidden
+
+
 class Mean(Ragged):
     """Returns a mean where a sum is asked for, and hides it from the check of counts."""
 

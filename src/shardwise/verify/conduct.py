@@ -191,8 +191,7 @@ class _Proof:
 
         report = Report(self._about(probe, ranks))
         others = [self.results[spec.name].record() for spec in (split, *again)]
-        trained = set[str]() if following is None else self._with_gradient(following.leader)
-        report.checks += check_single(probe, single, record, others, tolerance, trained)
+        report.checks += check_single(probe, single, record, others, tolerance)
         report.checks += self._parity(probe, ranks, other or base, tolerance)
         if following is not None and not _other_batch_norm(probe):
             known = next((check.finding for check in report.checks if check.name == FIRST_GRADIENTS), None)
@@ -420,11 +419,6 @@ class _Proof:
             )
             return [noted("parity", "batch norm", text), *checks]
         return checks
-
-    def _with_gradient(self, leader: RunSpec) -> set[str]:
-        """The parameters that get a gradient in any of its steps."""
-        steps = figures_of(self.results[leader.name]).gradients_by_step.values()
-        return {name for gradients in steps for name in gradients}
 
     def _steps(self, probe: Probe, following: _Following, known: Finding | None) -> list[Check]:
         """`known`: what is wrong with the gradients of step 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,15 +31,9 @@ TOO_LOUD = 0.05
 
 
 def check_single(
-    probe: Probe,
-    single: Figures,
-    record: dict[str, Any],
-    others: Sequence[dict[str, Any]],
-    noise: Tolerance,
-    with_gradient: Container[str] = (),
+    probe: Probe, single: Figures, record: dict[str, Any], others: Sequence[dict[str, Any]], noise: Tolerance
 ) -> Iterator[Check]:
-    """One process with the whole batch at once, against plain PyTorch. `others`: records of further runs by one process.
-    `with_gradient`: the parameters that get one in any of the steps that were made."""
+    """One process with the whole batch at once, against plain PyTorch. `others`: records of further runs by one process."""
     others_differ = False
     for what, kind in (("initial", "weights"), ("constants", "buffers")):
         before = record[what]
@@ -59,7 +53,7 @@ def check_single(
     random = [] if others_differ else list(_random(probe, record, noise, bool(bad)))
     yield from random
     if probe.without_gradient:
-        yield _without_gradient(probe, [name for name in probe.without_gradient if name not in with_gradient])
+        yield _without_gradient(probe)
     if record["tied"] != probe.tied:
         yield _failed("tied weights", _untied(probe.tied, record["tied"], "one process"))
         return
@@ -94,19 +88,17 @@ def check_single(
         )
 
 
-def _without_gradient(probe: Probe, never: Sequence[str]) -> Check:
-    """`never`: those that get none in any step."""
-    lacking = probe.without_gradient
-    detail = f"{len(lacking)} trainable parameter(s) get no gradient: {listed(lacking)}"
-    if not probe.may_lack_gradients:
-        return _failed("parameters", Finding(Cause.DETACHED_PARAMETER, detail, parameter=lacking[0], step=1))
+def _without_gradient(probe: Probe) -> Check:
+    lacking, never = probe.without_gradient, probe.never_trained
+    detail = f"{len(lacking)} trainable parameter(s) get no gradient at step 1: {listed(lacking)}"
     if not never:
-        return _noted("parameters", f"{detail}. In a later step they do")
-    why = (
-        "training.ddp.find_unused_parameters allows that, and so nothing tells whether they are ever trained. Freeze those that "
-        "are to stay as they are (requires_grad_(False)); more --steps may meet a batch that uses the others"
-    )
-    return unproved("parity", "parameters", f"{detail}. In no step that was made do {listed(never)}", why)
+        return _noted("parameters", f"{detail}. From other samples they do")
+    some = "" if probe.tried == probe.samples else f" that were tried, of {probe.samples},"
+    detail += f". None of {probe.tried} samples{some} gives one to {listed(never)}"
+    if probe.tried == probe.samples and not probe.may_lack_gradients:
+        return _failed("parameters", Finding(Cause.DETACHED_PARAMETER, detail, parameter=never[0], step=1))
+    why = "Nothing tells whether they are ever trained. Freeze what is to stay as it is: requires_grad_(False)"
+    return unproved("parity", "parameters", detail, why)
 
 
 def _history(probe: Probe) -> Check | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,8 @@ RANDOM = 1e-5
 """A gradient that moves by more, computed again on the same weights and samples, is not a function of them."""
 MOST_BUFFERS = 16
 """Buffers that are looked at one by one."""
+LONGEST = 20.0
+"""Seconds for looking at further samples, for those that train a parameter."""
 MOST_ELEMENTS = 100_000_000
 """Gradients of single micro-batches are kept up to this many numbers in all."""
 
@@ -80,6 +83,7 @@ class Probe:
     initial: dict[str, str]
     tied: list[list[str]]
     without_gradient: list[str]
+    """Trainable parameters that get none in the first batch."""
     may_lack_gradients: bool
     batch_norm: bool
     inputs: dict[tuple[int, ...], dict[str, str]]
@@ -104,6 +108,10 @@ class Probe:
     """How many samples there are, and what is in some of them."""
     clip_said: str = ""
     comm_hook: str = "none"
+    never_trained: Sequence[str] = ()
+    """Those that get none in any of the samples that were tried for it."""
+    tried: int = 0
+    """How many these are."""
 
     @property
     def by_batch_norm(self) -> bool:
@@ -184,6 +192,9 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         clip_said=said,
         comm_hook=config.training.ddp.comm_hook,
     )
+    if found.without_gradient:
+        everything = run.order().part(0, 0, len(run.train_data))
+        found.never_trained, found.tried = first.never_trained(found.without_gradient, everything, len(ids))
     if elements <= MOST_ELEMENTS:  # last: numbers of double precision may stay in what a hook or a closure keeps
         found.exact = plain.in_double(ids)
     return found
@@ -314,6 +325,15 @@ class _Batch:
     def drawn(self, ids: Indices) -> bool:
         seeded = Reader(self.run.train_data, self.task.collate, self.task.count, self.run.config.seed + 1)
         return contents_of(seeded.micro_batch(ids)) != contents_of(self.reader.micro_batch(ids))
+
+    def never_trained(self, names: Sequence[str], ids: Indices, at_once: int) -> tuple[list[str], int]:
+        """Those of the parameters that get a gradient from none of these samples; and how many were tried."""
+        lacking, tried, began = set(names), 0, time.monotonic()
+        while lacking and tried < len(ids) and time.monotonic() - began < LONGEST:
+            some = ids[tried : tried + at_once]
+            lacking -= self.gradient(some).gradients.keys()
+            tried += len(some)
+        return [name for name in names if name in lacking], tried
 
     def randomness(self, ids: Indices) -> float:
         inputs = self.read(ids)
