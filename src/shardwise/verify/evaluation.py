@@ -63,8 +63,10 @@ class Evaluation:
                 self._once_more_by_hand(batch_size=self._odd_size) if regroup and run.task.loss_is_a_sum else None
             )
             redrawn = self._once_more_by_hand(seed=1) if regroup else None
-        except ShardwiseError as error:  # the same on every rank
-            return {"error": str(error)}
+        except Exception as error:
+            if run.world.size > 1 and not isinstance(error, ShardwiseError):  # which is the same on every rank
+                raise
+            return {"error": str(error) if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {error}"}
         return {
             "metrics": metrics,
             "again": again,
@@ -100,7 +102,9 @@ class Evaluation:
 
     @property
     def _odd_size(self) -> int:
-        return max(1, self._size // 2 - 3)
+        """Another size, with no sample left alone at the end: batch norm that trains cannot take one."""
+        samples = min(len(self.run.valid_data), self.samples)
+        return next((size for size in range(max(2, self._size // 2 - 3), self._size) if samples % size != 1), 1)
 
     def _once_more_by_hand(self, *, batch_size: int | None = None, seed: int = 0) -> dict[str, float] | None:
         """As one process, in micro-batches of another size; or what is drawn in it comes from another seed."""
