@@ -148,8 +148,9 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     plain = _Batch(run, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
     split = plain.split_matters(ids, [part for _, _, part in pieces])
     unlike, random_data = first.read_again(ids)
+    gathers = first.scope.used or (not run.task.loss_is_a_sum and first.gathers_in(order.part(0, 0, window), len(ids)))
     found = Probe(
-        plan=Plan(batching, window, start, clip, first.scope.used),
+        plan=Plan(batching, window, start, clip, gathers),
         precision=config.training.precision,
         samples=len(run.train_data),
         held_out=0 if run.valid_data is None else len(run.valid_data),
@@ -334,6 +335,14 @@ class _Batch:
             lacking -= self.gradient(some).gradients.keys()
             tried += len(some)
         return [name for name in names if name in lacking], tried
+
+    def gathers_in(self, ids: Indices, at_once: int) -> bool:
+        """Whether the loss of any of these samples looks at the rows of other ranks."""
+        for begin in range(0, len(ids), at_once):
+            self.gradient(ids[begin : begin + at_once])
+            if self.scope.used:
+                return True
+        return False
 
     def randomness(self, ids: Indices) -> float:
         inputs = self.read(ids)
