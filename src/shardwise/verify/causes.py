@@ -48,8 +48,8 @@ class Cause(Enum):
     )
     COLLECTIVE_MISMATCH = Text(
         "mismatched collectives: the ranks did not call the same collectives in the same order",
-        "code that only some ranks run: `if rank == 0`, or a condition on a rank's own samples, around something that speaks with "
-        "the others",
+        "code that only some ranks run: `if rank == 0`, or a condition on a rank's own samples, around something that speaks "
+        "with the others",
     )
     BRANCHES_DIFFER = Text(
         "the ranks took different branches: one left the loop, the others wait for it",
