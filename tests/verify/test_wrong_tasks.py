@@ -90,3 +90,9 @@ def test_a_parameter_that_nothing_trains_is_not_proved_where_the_config_allows_i
     check = next(check for check in report.checks if check.name == "parameters")
     assert report.answer == check.status == "not proved", report.as_text()
     assert "None of 53 samples gives one to norm.weight" in check.detail
+
+
+def test_a_parameter_that_a_forward_pass_makes_is_named(tmp_path: Path) -> None:
+    report = run(tmp_path, "nothing", "tests.verify.toys:Late", quick=True)
+    assert Cause.UNSYNCHRONISED_PARAMETER in report.causes, report.as_text()
+    assert any("saves it: late.weight, late.bias" in finding.what for finding in report.findings), report.as_text()

@@ -80,6 +80,16 @@ class _ForOne(nn.Module):
         return torch.where(rare, hidden * self.bonus, hidden) if rare.any() else hidden
 
 
+class Late(Ragged):
+    """A layer is made by the first forward pass that has an odd number of tokens in a row."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Loss:
+        plain: Any = getattr(model, "module", model)  # below DDP
+        if model.training and batch["ids"].shape[1] % 2 and not hasattr(plain, "late"):
+            plain.late = nn.Linear(1, 1)
+        return super().loss(model, batch)
+
+
 class Mean(Ragged):
     """Returns a mean where a sum is asked for, and hides it from the check of counts."""
 

@@ -42,6 +42,8 @@ class OwnGradients:
     def _listen(self, name: str, parameter: Tensor) -> None:
         if isinstance(parameter, DTensor) or not parameter.requires_grad or id(parameter) in self._heard:
             return
+        if canonical(name) not in self._first_name:  # a forward pass has made it
+            return
         self._heard[id(parameter)] = parameter  # kept, so that no other gets its id
         # A tied weight is called by its first name, whichever module comes first in the forward pass.
         self._handles.append(parameter.register_hook(partial(self._add, self._first_name[canonical(name)])))

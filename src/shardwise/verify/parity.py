@@ -190,7 +190,19 @@ def _random(probe: Probe, record: dict[str, Any], noise: Tolerance, differs: boo
 
 def check_parity(both: Compared) -> list[Check]:
     """Every quantity, in the order in which a training makes them."""
-    quantities = (_tied, _initial, _samples, _counts, _settings, _rates, _gradients, _norms, _losses, _weights)
+    quantities = (
+        _tied,
+        _initial,
+        _made_later,
+        _samples,
+        _counts,
+        _settings,
+        _rates,
+        _gradients,
+        _norms,
+        _losses,
+        _weights,
+    )
     return [check for look_at in quantities for check in look_at(both)]
 
 
@@ -231,6 +243,15 @@ def _initial(both: Compared) -> Iterator[Check]:
         else:
             if what == "initial":
                 yield _passed("initial weights", f"the same on {both.reference_name} and on every rank, bit for bit")
+
+
+def _made_later(both: Compared) -> Iterator[Check]:
+    """Parameters that were not there when the model was laid over the ranks."""
+    for rank, record in enumerate(both.ranks.records):
+        if later := [name for name in record["weight_digests"] if name not in record["initial"]]:
+            text = f"made by a forward pass, so that nothing sends it to the other ranks, updates it or saves it: {listed(later)}"
+            yield _failed("parameters", Finding(Cause.UNSYNCHRONISED_PARAMETER, text, later[0], rank))
+            return
 
 
 def _samples(both: Compared) -> Iterator[Check]:

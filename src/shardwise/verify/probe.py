@@ -144,7 +144,8 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
         if len(part)
     ]
     elements = sum(each.numel() for each in gradients.values())
-    trainable = [canonical(name) for name, each in model.named_parameters() if each.requires_grad]
+    named = ((canonical(name), each) for name, each in model.named_parameters() if each.requires_grad)
+    trainable = [name for name, _ in named if name in initial]  # a forward pass may have made others
     plain = _Batch(run, model, "32-true" if config.training.precision != "bf16-true" else "bf16-true")
     split = plain.split_matters(ids, [part for _, _, part in pieces])
     unlike, random_data = first.read_again(ids)
