@@ -303,6 +303,27 @@ def test_antibodies_and_peaks_among_the_genes_are_told(tmp_path: Path, caplog: p
     assert warnings_of(caplog) == []
 
 
+def test_what_counts_reads_of_no_gene_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = file_of(tmp_path / "a.h5ad", [*SYMBOLS, "__no_feature", "__ambiguous", "N_unmapped"])
+    prepared(path, caplog=caplog)
+    (said,) = warnings_of(caplog)
+    assert f"{path}: 3 of its genes count reads that belong to none (__no_feature, __ambiguous, N_unmapped)" in said
+
+
+def test_files_whose_cells_have_the_same_names_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    letters = np.random.default_rng(0).choice(list("ACGT"), (80, 16))
+    barcodes = [f"{''.join(row)}-1" for row in letters]
+    for shared in (40, 20, 4):  # of 40
+        paths = [file_of(tmp_path / f"{seed}.h5ad", SYMBOLS, seed) for seed in (1, 2)]
+        for path, names in zip(paths, (barcodes[:40], barcodes[40 - shared : 80 - shared]), strict=True):
+            data = anndata.read_h5ad(path)
+            data.obs_names = names
+            data.write_h5ad(path)
+        prepared(*paths, caplog=caplog)
+        said = [text for text in warnings_of(caplog) if "have the name of a cell of" in text]
+        assert [f"{shared} of the 40 cells of {paths[0]}" in text for text in said] == ([True] if shared > 8 else [])
+
+
 def test_labels_that_hardly_two_cells_share_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for groups, told in ((60, 1), (6, 0)):
         path = write_cells(

@@ -119,10 +119,10 @@ class _OneBuffer(Ragged):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        scale = 1 + torch.rand(self.config.model.width)  # type: ignore[attr-defined]
-        for layer in self.blocks(model):
-            layer.inner.register_buffer("scale", scale)
-            layer.inner.register_forward_hook(lambda inner, given, result: result * inner.scale)
+        scale = 1 + torch.rand(self.config.model.width)
+        for inner in [layer.inner for layer in model.layers]:  # type: ignore[union-attr]
+            inner.register_buffer("scale", scale)
+            inner.register_forward_hook(lambda inner, given, result: result * inner.scale)
         return model
 
 

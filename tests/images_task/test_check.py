@@ -253,3 +253,29 @@ def test_rows_of_a_data_set_are_checked_and_a_changed_file_is_checked_again(tmp_
         DataError, match=r"1 of 6 images cannot be used.*\n  .*set \(train\), row 3 cannot be read as an image"
     ):
         look()
+
+
+def test_the_same_pixels_packed_otherwise_are_the_same_picture(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    write_images(root / "train", {"cat": 2, "dog": 2})
+    write_images(root / "valid", {"cat": 1})
+    for ending in (".bmp", ".tiff", ".webp"):
+        with Image.open(root / "train/cat/0.png") as image:
+            image.save(root / f"train/cat/again{ending}", lossless=True)
+    pictures = pictures_in(root)
+    (checked,) = check_images(pictures)
+    assert checked is not None and len(pictures) == 7
+    names: dict[int, set[str]] = {}
+    for index, number in enumerate(checked.contents.tolist()):
+        names.setdefault(number, set()).add(Path(pictures.name(index)).name)
+    assert sorted(map(len, names.values())) == [1, 1, 1, 4]
+    assert {"0.png", "again.bmp", "again.tiff", "again.webp"} in names.values()
+
+
+def test_images_of_one_colour_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = write_images(tmp_path / "root/train", {"cat": 4, "dog": 4}).parent
+    Image.new("L", (30, 20)).save(root / "train/cat/black.png")
+    with caplog.at_level(logging.WARNING, "shardwise"):
+        task_of(RESNET, "data.source=folder", f"data.root={root}").prepare_data()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("1 of 9 images has one colour in all pixels") and "black.png, for example" in told

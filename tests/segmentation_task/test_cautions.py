@@ -106,7 +106,7 @@ def test_a_single_slice_among_volumes_is_told(
     write_folder(tmp_path, train=2, valid=1)
     slice_ = tmp_path / "train" / "train-1"
     write_nifti(slice_ / "img.nii.gz", np.random.default_rng(0).normal(size=(16, 16, 1)).astype(np.float32))
-    write_nifti(slice_ / "label.nii.gz", np.ones((16, 16, 1), np.uint8))
+    write_nifti(slice_ / "label.nii.gz", np.eye(16, dtype=np.uint8)[..., None])
     assert warnings_of(folder_task(tmp_path, f"data.spatial_mode={mode}"), caplog) == [
         f"1 of 3 volumes are a single slice, and {filled} fill data.size [16, 16, 16]: {slice_}/img.nii.gz is 16×16×1"
     ]
@@ -213,3 +213,60 @@ def test_the_background_of_a_dataset_json_is_looked_at_too(tmp_path: Path, caplo
     content = json.loads(file.read_text()) | {"labels": {"0": "tumour", "1": "left ventricle", "2": "background"}}
     file.write_text(json.dumps(content))
     assert warnings_of(msd_task(tmp_path), caplog)[0].startswith("class 2 is named 'background', but the background is")
+
+
+# ---------------------------------------------------------------- labels of others, turned inside out, in another unit
+
+
+def test_a_label_that_two_images_share_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train = write_folder(tmp_path) / "train"
+    (train / "train-1/label.nii.gz").write_bytes((train / "train-0/label.nii.gz").read_bytes())
+    (told,) = warnings_of(folder_task(tmp_path), caplog)
+    assert told.startswith("2 of 6 labels are the same as that of another image, voxel by voxel: ")
+    assert "train-0/label.nii.gz" in told and "train-1/label.nii.gz" in told
+
+
+def test_labels_without_foreground_are_not_taken_for_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train-0", "train-1"):
+        write_nifti(write_folder(tmp_path) / f"train/{name}/label.nii.gz", np.zeros((16, 16, 16), np.uint8))
+    assert warnings_of(folder_task(tmp_path), caplog) == []
+
+
+def test_a_label_that_is_turned_inside_out_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_folder(tmp_path) / "train/train-2/label.nii.gz"
+    write_nifti(file, 1 - a_volume((16, 16, 16), 2)[1])
+    (told,) = warnings_of(folder_task(tmp_path), caplog)
+    assert told.startswith("1 of 6 labels are nearly all foreground, where the others have 3.05% of it: ")
+    assert f"{file} has 97%" in told and "Are foreground and background changed over?" in told
+
+
+WINDOW = "data.intensity_window=[-100, 250]"
+
+
+@pytest.mark.parametrize(("settings", "told"), [([WINDOW], 1), (["data.normalize=none"], 1), ([], 0)])
+def test_an_image_in_another_unit_is_told_where_that_matters(
+    settings: list[str], told: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`zscore` makes them alike."""
+    root = write_folder(tmp_path)
+    for index, (part, number) in enumerate(
+        (part, n) for part, many in (("train", 4), ("valid", 2)) for n in range(many)
+    ):
+        file = root / part / f"{part}-{number}" / "img.nii.gz"
+        write_nifti(file, a_volume((16, 16, 16), index)[0] * (0.02 if file.parent.name == "train-3" else 50))
+    said = warnings_of(folder_task(tmp_path, *settings), caplog)
+    assert len(said) == told
+    assert not told or f"1 of 6 images seem to be in another unit: nearly all voxels of {root}/train/train-3" in said[0]
+
+
+def test_lists_that_are_shifted_against_each_other_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write_msd(tmp_path, channels=1) / "dataset.json"
+    content = json.loads(file.read_text())
+    labels = [entry["label"] for entry in content["training"]]
+    for entry, label in zip(content["training"], [*labels[1:], labels[0]], strict=True):
+        entry["label"] = label
+    file.write_text(json.dumps(content))
+    told = [text for text in warnings_of(msd_task(tmp_path), caplog) if "name of another image" in text]
+    assert len(told) == 1 and told[0].startswith("5 of 5 images are listed with a label that has the name of another")

@@ -35,6 +35,12 @@ SMALL_SHARE = 1e-3
 """A gradient smaller than this share of the whole is measured against the whole: it may be nothing but rounding."""
 
 
+def left_open(gap: float, limit: float, floor: float) -> float:
+    """How large a mistake may hide in what rounding explains. None does where two runs agree to the last digits, whatever
+    rounding might have done: it does not make up for a mistake by chance."""
+    return floor if gap <= floor else limit
+
+
 def floor_of(precision: str) -> float:
     kind = COMPUTE_TYPES.get(precision)
     return ULPS * torch.finfo(torch.float32).eps if kind is None else torch.finfo(kind).eps

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from shardwise.verify.causes import Cause
@@ -18,6 +19,7 @@ from shardwise.verify.measure import (
     apart,
     gradients_apart,
     is_narrow,
+    left_open,
     weights_apart,
 )
 from shardwise.verify.probe import RANDOM, SPLIT_MATTERS, Probe
@@ -149,11 +151,12 @@ def _answer(name: str, detail: str, tolerance: tuple[str, float]) -> Check:
     )
 
 
-def _loosest(tolerance: Tolerance, names: Iterable[str], precision: str) -> tuple[str, float]:
+def _loosest(tolerance: Tolerance, gaps: Mapping[str, float], precision: str) -> tuple[str, float]:
     """In a narrow type it is chance which parameter a rounding error hits: there all are taken together."""
     if is_narrow(precision):
         return "the gradient", tolerance.whole_gradient
-    limits = {name: tolerance.gradients.get(name, tolerance.floor) for name in names}
+    floor = tolerance.floor
+    limits = {name: left_open(gap, tolerance.gradients.get(name, floor), floor) for name, gap in gaps.items()}
     worst, limit = _worst(limits)
     return worst or "the gradient", limit
 
@@ -406,9 +409,10 @@ def _curve(
     both: Compared, name: str, at_first: Cause, ours: list[float], theirs: list[float], limits: list[float], more: str
 ) -> Iterator[Check]:
     """At the first step the two have computed on the same weights; what differs only later has drifted."""
-    largest = 0.0
+    largest, left = 0.0, list[float]()
     for step, (mine, expected, limit) in enumerate(zip(ours, theirs, limits, strict=False), start=1):
         gap = apart(mine, expected)
+        left.append(left_open(gap, limit, both.tolerance.floor))
         if gap > limit:
             text = (
                 f"step {step}: {name} {mine:.8g}, where {both.reference_name} has {expected:.8g}: {figure(gap)} apart, "
@@ -417,13 +421,13 @@ def _curve(
             yield _failed(name, Finding(at_first if step == 1 else Cause.DRIFT, text, step=step, amount=gap))
             return
         largest = max(largest, gap)
-    told = [limit for limit in limits if limit <= PROVES]
+    told = list(takewhile(lambda limit: limit <= PROVES, left))
     fewer = f" (proved in the first {len(told)}: from then on rounding explains more than {PROVES:.0%})"
     yield _answer(
         name,
         f"{len(ours)} steps{more}: largest relative difference {figure(largest)}; rounding explains up to "
-        f"{figure((told or limits)[-1])}" + (fewer if 0 < len(told) < len(limits) else ""),
-        (f"the {name}", told[-1] if told else limits[0]),
+        f"{figure(max(told or left))}" + (fewer if 0 < len(told) < len(left) else ""),
+        (f"the {name}", max(told) if told else left[0]),
     )
 
 
@@ -434,6 +438,7 @@ def _weights(both: Compared) -> Iterator[Check]:
     name = f"weights after {steps[-1]} steps"
     last: dict[str, int] = {}
     found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for step in steps:
         differences = weights_apart(both.run.weights[step], both.reference.weights[step], both.start)
         for key, value in differences.items():
@@ -446,14 +451,14 @@ def _weights(both: Compared) -> Iterator[Check]:
                 )
                 yield _failed(name, Finding(Cause.DRIFT, text, key, 0, step, value))
                 return
-            if limit <= PROVES:
-                last[key], found[key] = step, value
+            if (limit := left_open(value, limit, both.tolerance.floor)) <= PROVES:
+                last[key], found[key], limits[key] = step, value, limit
     whole = math.hypot(*(float(each.float().norm()) for each in both.reference.gradients.values()))
     every = both.reference.last_weights
     nothing = [key for key in every if key not in last and _norm(both.reference, key) <= NOTHING * whole]
     open_ones = [key for key in every if key not in last and key not in nothing]
     worst, value = _worst(found)
-    limit = both.weight_limit(worst, last[worst]) if worst else both.tolerance.floor
+    limit = limits.get(worst, both.tolerance.floor)
     detail = (
         f"{len(last)} parameters: largest difference {figure(value)} of the way trained{within(worst)}; rounding explains up to "
         f"{figure(limit)}"

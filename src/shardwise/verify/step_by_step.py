@@ -24,6 +24,7 @@ from shardwise.verify.measure import (
     gradients_apart,
     is_narrow,
     last_digits,
+    left_open,
     norm_of,
     together,
     weights_apart,
@@ -195,7 +196,7 @@ def _gradients(ours: Sequence[Step], expected: Sequence[Step], noise: Noise, sam
     largest, where, limits = 0.0, "", {}
     for number, (mine, theirs) in enumerate(zip(ours, expected, strict=False)):
         for name, gap in gradients_apart(mine.gradients, theirs.gradients).items():
-            limits[number, name] = noise.gradient_limit(number, name)
+            limits[number, name] = left_open(gap, noise.gradient_limit(number, name), floor_of(noise.precision))
             if gap >= largest:
                 largest, where = gap, f"{name} at step {mine.number}"
     text = (

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from shardwise.errors import DataError
 from shardwise.tasks.cells.config import CellsData
+from shardwise.tasks.cells.genes import cell_names
 from shardwise.tasks.cells.h5ad import DEFAULT_LABEL, H5adFiles
+from shardwise.tasks.cells.opening import reading
 from shardwise.tasks.cells.rows import CellSource, SparseRows
 from shardwise.tasks.cells.scale import Scale, Tally, check_alike
 from shardwise.tasks.cells.wording import for_all_files, shape_of
@@ -26,6 +28,10 @@ FEWEST_OF_A_FILE = 4
 TELLING = 10
 """Two cells that agree in so many genes and all their values are the same cell."""
 
+MOST_FILES = 50
+"""Whose cells are compared by their names."""
+BY_CHANCE = 0.2
+"""The share of cells that may have the name of a cell in another file. Of a million barcodes, two samples share far fewer."""
 MOST_LABELS = 20
 """Of fewer, a few cells may each have their own."""
 
@@ -57,6 +63,7 @@ def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str |
     look.tell(tallies, "the sharded copy" if files is None else "")
     if files is None:
         return None
+    _warn_of_shared_names(files)
     scales = [tally.scale() for tally in tallies]
     notes = check_alike([tally.path for tally in tallies], scales)
     for note in notes:
@@ -72,6 +79,25 @@ def check_cells(source: CellSource, options: CellsData, *, twins: bool) -> str |
     if notes:
         return "values that are not alike in all files"
     return next((scale.text for scale in scales if scale.kind != "nothing"), None)
+
+
+def _warn_of_shared_names(files: H5adFiles) -> None:
+    """Cells of one name in two files may be one cell, counted twice. Of two samples, some have a barcode in common by chance."""
+    if not 1 < len(files.files) <= MOST_FILES:
+        return
+    named: list[tuple[Path, set[str]]] = []
+    for file in files.files:
+        with reading(file.path) as content:
+            named.append((file.path, set(cell_names(content))))
+    for one, other in itertools.combinations(named, 2):
+        (path, names), (larger, more) = sorted((one, other), key=lambda each: len(each[1]))
+        shared = len(names & more)
+        if shared > BY_CHANCE * len(names):
+            log.warning(
+                f"{shared} of the {len(names)} cells of {path} have the name of a cell of {larger}. If they are the same cells, "
+                "counted or processed twice, they are trained on and held out at once: leave one of the files out"
+            )
+            return
 
 
 def check_held_out(rows: SparseRows, labels: Sequence[str], cells: int, options: CellsData) -> None:

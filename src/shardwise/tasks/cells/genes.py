@@ -37,6 +37,22 @@ class GeneNames:
     """What a person should know of them."""
 
 
+_SUMMARY = re.compile(
+    r"__(no_feature|ambiguous|too_low_aQual|not_aligned|alignment_not_unique)|N_(unmapped|multimapping|noFeature|ambiguous)"
+    r"|(Unassigned|Assigned)(_\w+)?"
+)
+"""Of HTSeq, STAR and featureCounts."""
+
+
+def cell_names(content: Any) -> list[str]:
+    """Empty where they are numbered, as 0 or cell_0 does, and not named."""
+    obs = content.get("obs", {})
+    column = str(getattr(obs, "attrs", {}).get("_index", "_index"))
+    names = _texts(read_elem(obs[column])) if column in obs else []
+    numbered = len({re.sub(r"\d+", "", name) for name in names}) == 1
+    return [] if numbered else names
+
+
 def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNames:
     var = content[table]
     column = key or str(var.attrs.get("_index", "_index"))
@@ -56,7 +72,7 @@ def gene_names(path: Path, content: Any, table: str, key: str | None) -> GeneNam
             "transposed? Write it with cells as rows: adata.T.write_h5ad(…). If they are genes, say so with "
             f"data.gene_key: {column}"
         )
-    notes += _check_kinds(path, var)
+    notes += _check_kinds(path, var) + _check_summaries(path, present)
     times = Counter(present)
     if len(times) < len(present):
         name, most = times.most_common(1)[0]
@@ -142,6 +158,16 @@ def _check_kinds(path: Path, var: Any) -> list[str]:
     return [
         f"{path}: what it calls genes is of several kinds ({listed}), and all are trained on as genes. To keep one kind: "
         f"adata[:, adata.var['feature_types'] == {one!r}].write_h5ad(…)"
+    ]
+
+
+def _check_summaries(path: Path, names: list[str]) -> list[str]:
+    """Programs that count reads write what they could not assign below the genes."""
+    if not (found := [name for name in names if _SUMMARY.fullmatch(name)]):
+        return []
+    return [
+        f"{path}: {len(found)} of its genes count reads that belong to none ({some(found)}), and are trained on as genes. To "
+        "leave them out: adata[:, [name for name in adata.var_names if name not in (…)]].write_h5ad(…)"
     ]
 
 

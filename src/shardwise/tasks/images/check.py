@@ -26,7 +26,7 @@ PROGRESS_SECONDS = 10.0
 AT_ONCE = 256
 SHOWN = 5
 
-_RECORD = np.dtype([("key", np.uint64), ("content", np.uint64), ("traits", np.uint8)])
+_RECORD = np.dtype([("key", np.uint64), ("picture", np.uint64), ("traits", np.uint8)])
 """What is kept of an image that can be used."""
 
 
@@ -35,7 +35,7 @@ class Checked:
     """What is known of some images that can all be used, in their order."""
 
     contents: NDArray[np.uint64]
-    """Equal numbers, equal bytes."""
+    """Equal numbers, equal pictures."""
     traits: NDArray[np.uint8]
 
 
@@ -63,6 +63,10 @@ def tell_traits(parts: list[Pictures], found: list[Checked | None], background: 
         Trait.TINY: (
             f"fewer than {TINY} pixels in width or height",
             "are they placeholders, or downloads that failed?",
+        ),
+        Trait.ONE_COLOUR: (
+            "one colour in all pixels",
+            "are they exports or downloads that failed?",
         ),
         Trait.HUGE: (
             f"more than {HUGE // 10**6} million pixels",
@@ -130,7 +134,7 @@ def _read(record: Path) -> dict[int, tuple[int, int]]:
         return {}
     if stored.dtype != _RECORD:  # of another version
         return {}
-    facts = zip(stored["content"].tolist(), stored["traits"].tolist(), strict=True)
+    facts = zip(stored["picture"].tolist(), stored["traits"].tolist(), strict=True)
     return dict(zip(stored["key"].tolist(), facts, strict=True))
 
 

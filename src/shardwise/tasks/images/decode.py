@@ -32,6 +32,9 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 # Of EXIF that is damaged: the image is not.
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning)
 
+_DRAWN_SMALL = ("JPEG", "MPO")
+"""Formats that are looked at in a smaller size, in which different pictures may be the same. Packed anew, they lose something: no
+other file has the same pixels."""
 _ALPHA_MODES = ("RGBA", "RGBa", "LA", "La", "PA")
 _ORIENTATION = 0x0112
 """The EXIF tag: how the stored image must be turned or mirrored to stand upright."""
@@ -54,6 +57,7 @@ class Trait(IntFlag):
     TRANSPARENT = 2
     TINY = 4
     HUGE = 8
+    ONE_COLOUR = 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Facts:
     """What a look at a stored image has found."""
 
     content: int
-    """Equal numbers, equal bytes."""
+    """Equal numbers: of JPEG files equal bytes, of all others equal pixels."""
     traits: Trait
 
 
@@ -84,14 +88,13 @@ def inspect(source: bytes, name: str) -> Facts:
         alpha = _alpha(upright)
         if alpha is not None and alpha.getextrema()[0] < 255:
             traits |= Trait.TRANSPARENT
-        _flat(upright, WHITE)
+        flat = _flat(upright, WHITE)
+        if all(low == high for low, high in flat.getextrema()):
+            traits |= Trait.ONE_COLOUR
         if getattr(image, "is_animated", False):
             traits |= Trait.SEVERAL_FRAMES
-    return Facts(content_number(source), traits)
-
-
-def content_number(content: bytes) -> int:
-    return int.from_bytes(blake2b(content, digest_size=8).digest())
+        seen = source if image.format in _DRAWN_SMALL else repr(flat.size).encode() + flat.tobytes()
+    return Facts(int.from_bytes(blake2b(seen, digest_size=8).digest()), traits)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
 LOOKED_AT = 100
 """Files of each other ending whose content is looked at; those without any ending are all looked at."""
 VALIDATION = ("valid", "val", "validation")
+MASK = re.compile(r"(.+)[ _-](?:mask|seg|segmentation|label|annotation|gt)(?:[ _-]?\d+)?")
+"""The name of a mask that lies beside the image it belongs to."""
 
 
 class Files(Pictures):
@@ -133,6 +136,7 @@ def _files(folder: Path, classes: list[str], background: Background) -> Files:
             )
         files += images
         labels += [numbers[one_form(name)]] * len(images)
+    _mention_masks(folder, files)
     if not files:
         raise DataError(f"{folder} holds no class folders: it needs one per class, with the images in them")
     _mention_left_out(folder, others)
@@ -160,6 +164,18 @@ def _mention_left_out(folder: Path, others: list[Path]) -> None:
         rest = [path for path in rest if path not in found]
     if rest:
         log.info(f"{folder}: {len(rest)} files do not end as images do and are left out, {rest[0].name} first")
+
+
+def _mention_masks(folder: Path, files: list[Path]) -> None:
+    """As in data sets that are made to segment: cat-3_mask.png beside cat-3.png."""
+    known = {(file.parent, file.stem.lower()) for file in files}
+    named = ((file, MASK.fullmatch(file.stem.lower())) for file in files)
+    masks = [file for file, match in named if match is not None and (file.parent, match[1]) in known]
+    if masks:
+        log.warning(
+            f"{folder}: {len(masks)} of {len(files)} images are named like masks of others, {masks[0]} for example, and are "
+            "trained on like these. Remove them if they are masks"
+        )
 
 
 def _images_by_content(files: list[Path]) -> list[Path]:

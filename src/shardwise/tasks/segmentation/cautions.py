@@ -16,6 +16,10 @@ from shardwise.tasks.segmentation.subjects import AT_MOST, Split, Subject, alike
 
 log = logging.getLogger(__name__)
 
+MOSTLY = 0.9
+"""A label with more foreground than this, among others with less than the rest, is likely turned inside out."""
+OTHER_UNIT = 100.0
+"""The ranges of images in one unit do not differ by so much."""
 ALIKE = 0.01
 """Voxels that differ in size by this share or less differ by rounding."""
 
@@ -38,6 +42,23 @@ def warn_of_unread_folders(root: Path, share: float) -> None:
             f"{root}: {_list([f'{name}/' for name in others])} beside train/ is not read; {share:.0%} of the subjects in "
             "train/ are held out for validation. A folder valid/ would be validated on instead"
         )
+
+
+def warn_of_mixed_pairs(subjects: Sequence[Subject]) -> None:
+    """In a list, a label that has the name of another image."""
+    images = {_plain_name(subject.image): subject for subject in subjects}
+    mixed = [each for each in subjects if images.get(_plain_name(each.label), each) is not each]
+    if mixed and len(images) == len(subjects):
+        first = mixed[0]
+        log.warning(
+            f"{len(mixed)} of {len(subjects)} images are listed with a label that has the name of another image: {first.image} "
+            f"with {first.label}, for example. Are the lists shifted against each other?"
+        )
+
+
+def _plain_name(path: Path) -> str:
+    """la_003 of la_003_0000.nii.gz."""
+    return path.name.partition(".nii")[0].removesuffix("_0000")
 
 
 def warn_of_misplaced_background(classes: Sequence[str]) -> None:
@@ -109,6 +130,52 @@ def warn_of_empty_channels(subjects: Sequence[Subject], facts: Sequence[Facts]) 
         log.warning(
             f"{len({image for image, *_ in empty})} of {len(subjects)} images have nothing, or next to nothing, in a channel: "
             f"{image} has {what} of channel {number}, for example"
+        )
+
+
+def warn_of_odd_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """One mask that was saved for several subjects; one with foreground and background changed over."""
+    by_label: dict[str, dict[str, Subject]] = {}
+    for subject, each in zip(subjects, facts, strict=True):
+        if each.foreground:
+            by_label.setdefault(each.label_content, {})[each.content] = subject
+    shared = [list(images.values()) for images in by_label.values() if len(images) > 1]
+    if shared:
+        first, second = shared[0][:2]
+        log.warning(
+            f"{sum(map(len, shared))} of {len(subjects)} labels are the same as that of another image, voxel by voxel: "
+            f"{first.label} and {second.label}, for example. Is one of them a copy that was saved in the wrong place?"
+        )
+    usual = float(np.median([each.foreground for each in facts]))
+    inverted = [
+        (subject.label, each.foreground)
+        for subject, each in zip(subjects, facts, strict=True)
+        if each.foreground > MOSTLY and usual < 1 - MOSTLY
+    ]
+    if inverted:
+        label, share = inverted[0]
+        log.warning(
+            f"{len(inverted)} of {len(subjects)} labels are nearly all foreground, where the others have {usual:.2%} of it: "
+            f"{label} has {share:.0%}, for example. Are foreground and background changed over?"
+        )
+
+
+def warn_of_other_units(subjects: Sequence[Subject], facts: Sequence[Facts], options: SegmentationData) -> None:
+    """What `zscore` would make alike, the same window or none does not."""
+    if options.intensity_window is None and options.normalize != "none":
+        return
+    ranges = [max(channel.bulk for channel in each.channels) for each in facts]
+    usual = float(np.nanmedian(ranges)) if not np.isnan(ranges).all() else 0.0
+    other = [
+        (subject.image, size)
+        for subject, size in zip(subjects, ranges, strict=True)
+        if usual and size and not 1 / OTHER_UNIT < size / usual < OTHER_UNIT and not np.isnan(size)
+    ]
+    if other:
+        image, size = other[0]
+        log.warning(
+            f"the intensities of {len(other)} of {len(subjects)} images seem to be in another unit: nearly all voxels of {image} "
+            f"lie within {size:.3g}, for example, and those of most others within {usual:.3g}"
         )
 
 

@@ -40,6 +40,10 @@ class Facts:
     """The same for images with the same voxels, however they are stored."""
     values: list[float]
     """Those that occur in the label, the first MANY_VALUES of them; what is WHOLE but for rounding is whole here."""
+    label_content: str
+    """As `content`, of the label."""
+    foreground: float
+    """The share of the label's voxels that are no background."""
 
     @property
     def lowest(self) -> float:
@@ -80,7 +84,8 @@ def inspect_files(subject: Subject) -> Facts:
     channels, content = intensities_of(voxels), digest_of(voxels)
     del voxels  # before the next one comes: they are large
     label, classes = read_volume(subject.label)
-    return Facts(image, label, channels, content, _values(classes))
+    foreground = float(np.count_nonzero(classes > 0.5)) / max(1, classes.size)
+    return Facts(image, label, channels, content, _values(classes), digest_of(classes), foreground)
 
 
 def _facts_or_error(subject: Subject) -> Facts | DataError:
@@ -98,7 +103,8 @@ def _read(file: Path) -> Facts:
     content = json.loads(file.read_text())
     image, label = (Grid(**{**content[name], "shape": tuple(content[name]["shape"])}) for name in ("image", "label"))
     channels = [Intensities(**channel) for channel in content["channels"]]
-    return Facts(image, label, channels, content["content"], content["values"])
+    rest = (content[name] for name in ("content", "values", "label_content", "foreground"))
+    return Facts(image, label, channels, *rest)
 
 
 def _values(label: NDArray[Any]) -> list[float]:

@@ -102,9 +102,12 @@ class SegmentationTask(Task):
             cautions.warn_of_shared_names(self.subjects)
             if self.subjects.held_out:
                 cautions.warn_of_unread_folders(Path(str(self.data.root)), self.data.valid_fraction)
+        cautions.warn_of_mixed_pairs(everybody)
         cautions.warn_of_misplaced_background(self.classes)
         cautions.warn_of_single_slices(everybody, facts, self.data)
         cautions.warn_of_empty_channels(everybody, facts)
+        cautions.warn_of_odd_labels(everybody, facts)
+        cautions.warn_of_other_units(everybody, facts, self.data)
         if self._known_channels() is None:
             cautions.warn_of_guessed_channels(everybody, facts)
         if self.in_patches and self.data.spacing is None:
