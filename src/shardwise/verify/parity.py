@@ -97,8 +97,8 @@ def _without_gradient(probe: Probe) -> Check:
         return _noted("parameters", f"{detail}. From other samples they do")
     some = "" if probe.tried == probe.samples else f" that were tried, of {probe.samples},"
     detail += f". None of {probe.tried} samples{some} gives one to {listed(never)}"
-    if probe.tried == probe.samples and not probe.may_lack_gradients:
-        return _failed("parameters", Finding(Cause.DETACHED_PARAMETER, detail, parameter=never[0], step=1))
+    if probe.tried == probe.samples and probe.detached and not probe.may_lack_gradients:
+        return _failed("parameters", Finding(Cause.DETACHED_PARAMETER, detail, parameter=probe.detached[0], step=1))
     why = "Nothing tells whether they are ever trained. Freeze what is to stay as it is: requires_grad_(False)"
     return unproved("parity", "parameters", detail, why)
 

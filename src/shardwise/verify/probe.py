@@ -112,6 +112,8 @@ class Probe:
     """Those that get none in any of the samples that were tried for it."""
     tried: int = 0
     """How many these are."""
+    detached: Sequence[str] = ()
+    """Those of them whose module computed all the same: others are in modules that no sample came to."""
 
     @property
     def by_batch_norm(self) -> bool:
@@ -196,7 +198,9 @@ def probe(run: Run, asked: Config, spec: RunSpec) -> Probe:
     )
     if found.without_gradient:
         everything = run.order().part(0, 0, len(run.train_data))
-        found.never_trained, found.tried = first.never_trained(found.without_gradient, everything, len(ids))
+        found.never_trained, found.detached, found.tried = first.never_trained(
+            found.without_gradient, everything, len(ids)
+        )
     if elements <= MOST_ELEMENTS:  # last: numbers of double precision may stay in what a hook or a closure keeps
         found.exact = plain.in_double(ids)
     return found
@@ -328,14 +332,25 @@ class _Batch:
         seeded = Reader(self.run.train_data, self.task.collate, self.task.count, self.run.config.seed + 1)
         return contents_of(seeded.micro_batch(ids)) != contents_of(self.reader.micro_batch(ids))
 
-    def never_trained(self, names: Sequence[str], ids: Indices, at_once: int) -> tuple[list[str], int]:
-        """Those of the parameters that get a gradient from none of these samples; and how many were tried."""
+    def never_trained(self, names: Sequence[str], ids: Indices, at_once: int) -> tuple[list[str], list[str], int]:
+        """Those of the parameters that get a gradient from none of these samples; those among them whose module was called; and
+        how many samples were tried."""
         lacking, tried, began = set(names), 0, time.monotonic()
+        called: set[str] = set()
+        owners = [
+            (canonical(f"{path}.{leaf}" if path else leaf), module)
+            for path, module in self.model.named_modules()
+            for leaf, _ in module.named_parameters(recurse=False)
+        ]
+        hooks = [owner.register_forward_pre_hook(lambda *_, of=name: called.add(of)) for name, owner in owners]
         while lacking and tried < len(ids) and time.monotonic() - began < LONGEST:
             some = ids[tried : tried + at_once]
             lacking -= self.gradient(some).gradients.keys()
             tried += len(some)
-        return [name for name in names if name in lacking], tried
+        for hook in hooks:
+            hook.remove()
+        never = [name for name in names if name in lacking]
+        return never, [name for name in never if name in called], tried
 
     def gathers_in(self, ids: Indices, at_once: int) -> bool:
         """Whether the loss of any of these samples looks at the rows of other ranks."""
