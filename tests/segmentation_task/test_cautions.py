@@ -270,3 +270,12 @@ def test_lists_that_are_shifted_against_each_other_are_told_once(
     file.write_text(json.dumps(content))
     told = [text for text in warnings_of(msd_task(tmp_path), caplog) if "name of another image" in text]
     assert len(told) == 1 and told[0].startswith("5 of 5 images are listed with a label that has the name of another")
+
+
+def test_an_image_that_is_a_copy_of_its_label_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_folder(tmp_path) / "train/train-2"
+    write_nifti(folder / "img.nii.gz", a_volume((16, 16, 16), 2)[1].astype(np.float32))
+    told = [text for text in warnings_of(folder_task(tmp_path), caplog) if "same voxels as their label" in text]
+    assert len(told) == 1 and told[0].startswith(
+        f"1 of 6 images hold the same voxels as their label: {folder}/img.nii.gz"
+    )

@@ -482,9 +482,3 @@ def test_news_are_told_while_many_files_are_read(
     with caplog.at_level(logging.INFO, "shardwise"):
         folder_task(root).prepare_data()
     assert "checking the files: 1 of 3 subjects, about" in caplog.text
-
-
-def test_an_image_that_is_a_copy_of_its_label_is_an_error(root: Path) -> None:
-    label: Any = nibabel.load(label_of(root))
-    write_nifti(image_of(root), np.asarray(label.dataobj).astype(np.float32))
-    assert f"{image_of(root)} holds the same voxels as its label {label_of(root).name}" in complaint(root)

@@ -148,9 +148,9 @@ def told(task: Any, caplog: pytest.LogCaptureFixture, level: int = logging.WARNI
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     write_folder(tmp_path, train=2, valid=1)
-    label = a_volume((16, 16, 16))[1]
-    label[0, 0, 0] = 2
-    for part, name in (("train", "train-0"), ("valid", "valid-0")):
+    for part, name, seed in (("train", "train-0", 0), ("valid", "valid-0", 100)):
+        label = a_volume((16, 16, 16), seed)[1]
+        label[0, 0, 0] = 2
         write_nifti(tmp_path / part / name / "label.nii.gz", label)
     return tmp_path
 

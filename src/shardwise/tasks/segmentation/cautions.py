@@ -146,6 +146,12 @@ def warn_of_odd_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> N
             f"{sum(map(len, shared))} of {len(subjects)} labels are the same as that of another image, voxel by voxel: "
             f"{first.label} and {second.label}, for example. Is one of them a copy that was saved in the wrong place?"
         )
+    copies = [subject for subject, each in zip(subjects, facts, strict=True) if each.content == each.label_content]
+    if copies:
+        log.warning(
+            f"{len(copies)} of {len(subjects)} images hold the same voxels as their label: {copies[0].image} and "
+            f"{copies[0].label.name}, for example. One is a copy of the other"
+        )
     usual = float(np.median([each.foreground for each in facts]))
     inverted = [
         (subject.label, each.foreground)

@@ -84,8 +84,6 @@ def _told(subjects: list[Subject]) -> Iterator[Facts | DataError]:
 def _problems(subject: Subject, facts: Facts, classes: int, channels: int, options: SegmentationData) -> Iterator[str]:
     image, label = facts.image, facts.label
     yield from _wrong_values(subject, facts, options)
-    if facts.content == facts.label_content:
-        yield f"{subject.image} holds the same voxels as its label {subject.label.name}: one is a copy of the other"
     if (first := _channels_first(image, label)) is not None:
         yield (
             f"{subject.image} has the shape {by((*image.shape, image.channels))}: the channels stand first; move them last "
