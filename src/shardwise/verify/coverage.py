@@ -124,13 +124,13 @@ def check_own_batches(ranks: Sequence[Sequence[dict[str, Any]]], plan: Plan) -> 
     seen: dict[int, list[int]] = {}
     for rows in steps:
         ids = seen.setdefault(rows[0]["epoch"], [])
-        again = set(ids) & {index for row in rows for index in row["ids"]}
-        if again:
+        mine = [index for row in rows for index in row["ids"]]
+        if again := set(ids).intersection(mine):
             yield _own_batches(
                 f"step {rows[0]['step']} trains once more on samples of its epoch: {listed(sorted(again))}"
             )
             return
-        ids += [index for row in rows for index in row["ids"]]
+        ids += mine
     for epoch, ids in seen.items():
         wanted = plan.window - (plan.start if epoch == first else 0)
         if epoch != last and len(ids) < wanted:  # the last one goes on after these steps

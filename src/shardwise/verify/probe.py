@@ -342,7 +342,11 @@ class _Batch:
             for path, module in self.model.named_modules()
             for leaf, _ in module.named_parameters(recurse=False)
         ]
-        hooks = [owner.register_forward_pre_hook(lambda *_, of=name: called.add(of)) for name, owner in owners]
+        hooks = [
+            owner.register_forward_pre_hook(lambda *_, of=name: called.add(of))
+            for name, owner in owners
+            if name in lacking
+        ]
         while lacking and tried < len(ids) and time.monotonic() - began < LONGEST:
             some = ids[tried : tried + at_once]
             lacking -= self.gradient(some).gradients.keys()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
-from unicodedata import normalize
 
 from pydantic import Field, model_validator
 
 from shardwise.config.schema import Block, PathText, hub_name
 from shardwise.tasks.hub_data import HubData
+from shardwise.tasks.images.names import one_form
 
 ColourValue = Annotated[int, Field(ge=0, le=255)]
 
@@ -81,7 +81,7 @@ class ImagesData(HubData):
 
     @model_validator(mode="after")
     def _numbers_make_sense(self) -> ImagesData:
-        if len({normalize("NFC", name) for name in self.classes}) != len(self.classes):
+        if len({one_form(name) for name in self.classes}) != len(self.classes):
             raise ValueError("classes has a name twice")
         if len(self.classes) == 1:
             raise ValueError("classes has one name: with one class there is nothing to tell apart")

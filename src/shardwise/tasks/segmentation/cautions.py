@@ -133,8 +133,8 @@ def warn_of_empty_channels(subjects: Sequence[Subject], facts: Sequence[Facts]) 
         )
 
 
-def warn_of_odd_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
-    """One mask that was saved for several subjects; one with foreground and background changed over."""
+def warn_of_shared_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """One mask that was saved for several subjects."""
     by_label: dict[str, dict[str, Subject]] = {}
     for subject, each in zip(subjects, facts, strict=True):
         if each.foreground:
@@ -146,12 +146,19 @@ def warn_of_odd_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> N
             f"{sum(map(len, shared))} of {len(subjects)} labels are the same as that of another image, voxel by voxel: "
             f"{first.label} and {second.label}, for example. Is one of them a copy that was saved in the wrong place?"
         )
+
+
+def warn_of_images_that_are_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
     copies = [subject for subject, each in zip(subjects, facts, strict=True) if each.content == each.label_content]
     if copies:
         log.warning(
             f"{len(copies)} of {len(subjects)} images hold the same voxels as their label: {copies[0].image} and "
             f"{copies[0].label.name}, for example. One is a copy of the other"
         )
+
+
+def warn_of_inverted_labels(subjects: Sequence[Subject], facts: Sequence[Facts]) -> None:
+    """Foreground and background changed over."""
     usual = float(np.median([each.foreground for each in facts]))
     inverted = [
         (subject.label, each.foreground)

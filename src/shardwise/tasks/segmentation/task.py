@@ -106,7 +106,9 @@ class SegmentationTask(Task):
         cautions.warn_of_misplaced_background(self.classes)
         cautions.warn_of_single_slices(everybody, facts, self.data)
         cautions.warn_of_empty_channels(everybody, facts)
-        cautions.warn_of_odd_labels(everybody, facts)
+        cautions.warn_of_shared_labels(everybody, facts)
+        cautions.warn_of_images_that_are_labels(everybody, facts)
+        cautions.warn_of_inverted_labels(everybody, facts)
         cautions.warn_of_other_units(everybody, facts, self.data)
         if self._known_channels() is None:
             cautions.warn_of_guessed_channels(everybody, facts)
