@@ -17,6 +17,7 @@ from shardwise.errors import ConfigError, LaunchError
 from shardwise.launch.group import log_file
 from shardwise.parallel.gather import accumulation_problem
 from shardwise.verify.agreement import check_agreement
+from shardwise.verify.by_hand import RANDOM
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import ONE_PROCESS, Compared, figures_of
 from shardwise.verify.coverage import check_coverage, check_own_batches
@@ -27,7 +28,7 @@ from shardwise.verify.groups import Background, GroupResult, run_groups
 from shardwise.verify.measure import Tolerance, is_narrow
 from shardwise.verify.own_data import LATER, check_data, check_models, difference
 from shardwise.verify.parity import FIRST_GRADIENTS, check_parity, check_single
-from shardwise.verify.probe import RANDOM, Probe
+from shardwise.verify.probe import Probe
 from shardwise.verify.recorder import WHOLE_ON_EVERY_RANK
 from shardwise.verify.report import Check, Finding, Report, failed, noted, unproved
 from shardwise.verify.request import Request, Target

@@ -14,8 +14,9 @@ from torch.serialization import safe_globals
 
 from shardwise.config import Batching
 from shardwise.launch.group import RankGroup
+from shardwise.verify.by_hand import History
 from shardwise.verify.coverage import Coverage, Handed, Overlap
-from shardwise.verify.probe import History, Probe, Share
+from shardwise.verify.probe import Probe, Share
 from shardwise.verify.rank import rank
 from shardwise.verify.run_spec import Plan, RunSpec
 from shardwise.watch.diagnosis import Sighting, Verdict

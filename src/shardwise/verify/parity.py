@@ -8,6 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from shardwise.verify.by_hand import RANDOM, SPLIT_MATTERS
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import ONE_PROCESS, Compared
 from shardwise.verify.formatting import figure, listed, module_of, within
@@ -22,7 +23,7 @@ from shardwise.verify.measure import (
     left_open,
     weights_apart,
 )
-from shardwise.verify.probe import RANDOM, SPLIT_MATTERS, Probe
+from shardwise.verify.probe import Probe
 from shardwise.verify.report import Check, Finding, failed, noted, passed, unproved
 from shardwise.verify.wrong_gradients import common_ratio, read_differently, why
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from shardwise.verify.by_hand import SPLIT_MATTERS, Gradients
 from shardwise.verify.causes import Cause
 from shardwise.verify.compared import Compared
 from shardwise.verify.contents import first_difference
 from shardwise.verify.formatting import figure, listed, module_of
 from shardwise.verify.measure import SMALL_SHARE, apart, floor_of, gradients_apart, norm_of, together
-from shardwise.verify.probe import SPLIT_MATTERS, Gradients, Probe, Share
+from shardwise.verify.probe import Probe, Share
 from shardwise.verify.report import Finding
 
 
