@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from tests.distributed.pool import FreshRanks, RankPool
 # Read when torch is imported, here and in every program that a test starts. Tests run side by side, one per core: with
 # threads for every core each, they wait for each other, and a step of a toy takes half a second instead of a millisecond.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Started in the background by a shell, these tests would begin with Ctrl-C ignored, and every program they start as well.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 

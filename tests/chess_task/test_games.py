@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import chess
@@ -48,6 +49,27 @@ def test_castling_is_one_token_in_training_and_validation_however_it_is_written(
     assert ids == {(1, *(tokenizer.words.index(word) for word in f"{before} e1g1 e8g8".split()), 2)}
     rook = '[FEN "3k4/8/8/8/8/8/6K1/4R3 w - - 0 1"]\ne1h1'
     assert tokenizer.encode(rook, with_moves=with_moves).ids == [1, tokenizer.words.index("e1h1"), 2]
+
+
+def test_games_are_tokenised_without_a_board_as_with_one() -> None:
+    """On a board each takes a millisecond and more, which a training that tokenises as it goes waits for."""
+    tokenizer = MoveTokenizer()
+    words, castled, played = ("e1h1", "e1a1", "e8h8", "e8a8"), 0, 0
+    for seed in range(45):
+        choose = random.Random(seed)
+        board = chess.Board() if seed % 3 else chess.Board("r3k2r/pppppppp/8/8/8/8/PPPPPPPP/R3K2R w KQkq - 0 1")
+        text = [] if seed % 3 else [f'[FEN "{board.fen()}"]\n']
+        while len(text) < 120 and (legal := list(board.legal_moves)):
+            of_rank = [move for move in legal if move.uci() in words]  # a rook or a queen that moves along it
+            castling = [move for move in legal if board.is_castling(move)]
+            move = choose.choice((castling if seed % 2 else []) or of_rank or legal)
+            castled, played = castled + board.is_castling(move), played + (move in of_rank)
+            text.append(board.uci(move, chess960=choose.random() < 0.5))  # castling as e1g1 or as e1h1
+            board.push(move)
+        whole = text[0] + " ".join(text[1:]) if seed % 3 == 0 else " ".join(text)
+        without = tokenizer.encode(whole, with_moves=False)
+        assert without.ids == tokenizer.encode(whole, with_moves=True).ids
+    assert castled > 15 and played > 15
 
 
 def test_castling_becomes_the_same_text_for_a_tokenizer_of_text(tmp_path: Path) -> None:

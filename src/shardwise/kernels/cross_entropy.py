@@ -21,6 +21,7 @@ CHUNK = 4096
 """Tokens whose logits exist at a time."""
 
 
+@torch.compiler.disable(reason="its kernel is compiled by itself, and the number of chunks changes")  # type: ignore[untyped-decorator]
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

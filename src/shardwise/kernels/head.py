@@ -26,7 +26,7 @@ from shardwise.kernels.types import computing_type
 class LossHead(nn.Linear):
     targets: Tensor | None = None
     compiled = False
-    """Whether the kernel of the loss is compiled."""
+    """Whether the kernel of the loss is compiled. It is, too, where whoever made the model compiles it as a whole."""
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(self.weight, DTensor):
@@ -37,7 +37,8 @@ class LossHead(nn.Linear):
             # Its gradients must be scaled before they are narrowed: that is possible on the way back only.
             logits = super().forward(input).float()
             return F.cross_entropy(logits.flatten(0, -2), self.targets.flatten(), reduction="sum")
-        return linear_cross_entropy(input, self.weight, self.targets, self.bias, compiled=self.compiled)
+        compiled = self.compiled or torch.compiler.is_compiling()
+        return linear_cross_entropy(input, self.weight, self.targets, self.bias, compiled=compiled)
 
     def _with_a_part_of_the_words(self, input: Tensor, weight: DTensor) -> Tensor:
         """The ranks of a group have equal parts of the vocabulary. The loss is made of theirs; logits are brought together."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import chess
 
@@ -74,9 +75,7 @@ class MoveTokenizer:
         self._moves = {word: index for word, index in self._ids.items() if not word.startswith("<")}
 
     def encode(self, text: str, *, with_moves: bool) -> Encoded:
-        words = text.split()
-        numbers = list(map(self._moves.get, words))
-        if not with_moves and None not in numbers and _MAY_CASTLE.isdisjoint(words):
+        if not with_moves and (numbers := self._without_a_board(text)) is not None:
             return Encoded(self._between(numbers), [], [])
         game = read_game(text)
         moves = [ply.move for ply in game.plies]
@@ -85,7 +84,24 @@ class MoveTokenizer:
             return Encoded(ids, [], [])
         return Encoded(ids, moves, [(place + 1, place + 2) for place in range(len(moves))], True, game.start)
 
-    def _between(self, numbers: list[Any]) -> list[int]:
+    def _without_a_board(self, text: str) -> list[int] | None:
+        """The moves of a legal game in UCI, without playing them, which takes a hundred times as long. None: it takes a board."""
+        fen = _FEN.match(text)
+        words = text[fen.end() :].split() if fen else text.split()
+        numbers = list(map(self._moves.get, words))
+        if None in numbers:
+            return None
+        if not _ROOK_TAKEN.keys().isdisjoint(words):
+            if fen:
+                return None
+            for square in ("e1", "e8"):
+                # A king that has not left its square cannot go that far, and one that has left it cannot castle.
+                first = next((place for place, word in enumerate(words) if word.startswith(square)), None)
+                if first is not None and (castling := _ROOK_TAKEN.get(words[first])):
+                    numbers[first] = self._moves[castling]
+        return cast(list[int], numbers)
+
+    def _between(self, numbers: list[int]) -> list[Any]:
         return [self.bos_id, *numbers, self.eos_id]
 
     def lengths(self, texts: Iterable[str]) -> list[int]:
@@ -163,8 +179,10 @@ class PretrainedTokenizer:
         self.inner.save_pretrained(folder)
 
 
-_MAY_CASTLE = {"e1h1", "e1a1", "e8h8", "e8a8"}
-"""What castling is also written as: a king that takes its own rook. Or a rook's move; the board tells."""
+_ROOK_TAKEN = {"e1h1": "e1g1", "e1a1": "e1c1", "e8h8": "e8g8", "e8a8": "e8c8"}
+"""What castling is also written as, a king that takes its own rook, and the king's move. Or it is a rook's move."""
+_FEN = re.compile(r'\[FEN "[^"\n]*"\]\n')
+"""The line before the moves of a game that has another start than the usual one."""
 
 
 def _every_uci_move() -> list[str]:
