@@ -176,7 +176,12 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            SHARDWISE_KEY=f"the key of port {port}",
         )
         try:
             answer = (True, function(*args))

@@ -209,11 +209,15 @@ def _train(config: Config, request: TrainRequest) -> int:
 
 def _nodes(args: argparse.Namespace, config: Config) -> Nodes | None:
     from shardwise.launch.nodes import Nodes
+    from shardwise.parallel.membership import Member
+    from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
+    from shardwise.watch.run_key import run_key
 
     if args.nodes is None:
         return None
     least, most = args.nodes
-    return Nodes(least, most, args.rendezvous, f"shardwise-{config.name}", args.node_host)
+    member = Member(run_key(Path(config.run_folder)), what_runs(config, own=MACHINES_OWN))
+    return Nodes(least, most, args.rendezvous, f"shardwise-{config.name}", member, args.node_host)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

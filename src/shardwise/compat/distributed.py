@@ -7,7 +7,7 @@ from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, HashStore, Store, TCPStore
+from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointWrapper",
     "GradBucket",
     "HashStore",
+    "PrefixStore",
     "Store",
     "TCPStore",
     "TensorStyle",

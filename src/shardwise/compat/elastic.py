@@ -13,12 +13,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _BackendRendezvousStateHolder as RendezvousStateHolder,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc as NodeDesc
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState as RendezvousState
 from torch.multiprocessing.spawn import ProcessContext
 
-__all__ = ["ElasticAgent", "NodeDesc", "RendezvousStateHolder", "starting_ranks_with"]
+__all__ = ["ElasticAgent", "NodeDesc", "RendezvousState", "RendezvousStateHolder", "starting_ranks_with"]
 
 # NodeDesc: a machine in torchrun's rendezvous; by their order the ranks are numbered. Seen on 2.11, 2.13, 2.15.
-# RendezvousStateHolder: what the machines know of each other, kept in the store. Seen on 2.11, 2.13, 2.15.
+# RendezvousState: what the machines know of each other. Seen on 2.13.
+# RendezvousStateHolder: keeps it in step with the others'. Seen on 2.11, 2.13, 2.15.
 
 
 class ElasticAgent(LocalElasticAgent):

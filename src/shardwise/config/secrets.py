@@ -15,6 +15,11 @@ LEAST = 6
 """Characters: what is shorter is no secret, and would be found in words that have nothing to do with it."""
 
 
+def is_secret(name: str) -> bool:
+    """Whether the value of a key or variable of this name is one."""
+    return bool(_SECRET.search(name) or _GIVEN.search(name))
+
+
 def without_secrets(words: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """The same words, with the values of secrets of the environment, and those given by name, hidden."""
     named = (os.environ if environ is None else environ).items()
@@ -26,4 +31,4 @@ def _hidden(word: str, values: Sequence[str]) -> str:
     for value in values:  # the longest first: one may be a part of another
         word = word.replace(value, HIDDEN)
     name, _, value = word.partition("=")
-    return f"{name}={HIDDEN}" if value and (_SECRET.search(name) or _GIVEN.search(name)) else word
+    return f"{name}={HIDDEN}" if value and is_secret(name) else word

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from shardwise.config import Config
 from shardwise.config.load import config_from_values, config_values
 from shardwise.drill import inject
 from shardwise.errors import ShardwiseError
@@ -17,7 +18,10 @@ from shardwise.launch.agent import Job
 from shardwise.launch.local import run_ranks
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.server import die_with
+from shardwise.parallel.membership import Member
+from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
 from shardwise.watch.console import follow_log_level, program_logging
+from shardwise.watch.run_key import run_key
 
 log = logging.getLogger("shardwise.drill.launcher")  # where this module is __main__
 
@@ -48,16 +52,17 @@ def main(file: str) -> int:
             max_restarts=OFTEN,
             preload=["shardwise.drill.inject"],
             rehearsed=values if built_in else None,
-            nodes=_nodes(given["meeting"]) if "meeting" in given else None,
+            nodes=_nodes(given["meeting"], config) if "meeting" in given else None,
         )
     except ShardwiseError as error:
         log.error(error)
         return 2
 
 
-def _nodes(meeting: dict[str, Any]) -> Nodes:
+def _nodes(meeting: dict[str, Any], config: Config) -> Nodes:
     """All machines or none: the run is to be compared with one on as many ranks."""
-    return Nodes(meeting["machines"], meeting["machines"], meeting["endpoint"], "drill")
+    member = Member(run_key(Path(config.run_folder)), what_runs(config, own=MACHINES_OWN))
+    return Nodes(meeting["machines"], meeting["machines"], meeting["endpoint"], "drill", member)
 
 
 if __name__ == "__main__":

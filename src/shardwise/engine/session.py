@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,9 +59,12 @@ from shardwise.engine.user_task import check_data, task_for
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.parallel import Layout, Strategy, World
 from shardwise.parallel.gather import Scope, gathering
+from shardwise.parallel.membership import Member
+from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
 from shardwise.tasks import Loss, Rows, Task
 from shardwise.tasks.base import overridden_below
 from shardwise.watch.heartbeats import Phase, beat
+from shardwise.watch.run_key import run_key
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,8 @@ class Session:
         finds_batch_size = config.training.batch_size == "auto"
         self.config = with_batch_size(config, 1) if finds_batch_size else config  # until it is found
         patience = timedelta(seconds=max(1800.0, 2 * config.training.hang_timeout))  # the verdict comes first
-        self.world = World.join(config.training.device, connect=needs_group(config), timeout=patience)
+        member = partial(_member, config, elastic)
+        self.world = World.join(config.training.device, connect=needs_group(config), timeout=patience, member=member)
         try:
             self.plan = BatchPlan.of(self.config, self.world, elastic=elastic, finds_batch_size=finds_batch_size)
         except ShardwiseError:
@@ -522,3 +526,9 @@ class Session:
             log.warning(f"{written.problem}; training goes on, earlier checkpoints are still there")
         for observer in self.observers:
             observer.saved(self, written)
+
+
+def _member(config: Config, elastic: bool, device: torch.device) -> Member:
+    """What several ranks compare before anything else."""
+    own = MACHINES_OWN if elastic else frozenset()
+    return Member(run_key(Path(config.run_folder)), what_runs(config, device.type, own))

@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwise.launch.rank import rank_main
 from shardwise.watch.diagnosis import Sighting, Verdict
+from shardwise.watch.run_key import GIVEN, new_key
 from shardwise.watch.watchdog import Watchdog
 
 TO_PREPARE = 900.0
@@ -114,7 +115,7 @@ def log_file(folder: Path, rank: int) -> Path:
 
 def _places(ranks: int) -> list[dict[str, str]]:
     """By rank, as torchrun says it. One that is alone meets nobody."""
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if ranks > 1 else {}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), GIVEN: new_key()} if ranks > 1 else {}
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), **meeting} for rank in range(ranks)]
 
 

@@ -10,14 +10,12 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig
 
@@ -32,9 +30,11 @@ from shardwise.launch.scratch import scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
 from shardwise.parallel import strategy_for
+from shardwise.parallel.membership import Member
 from shardwise.watch.diagnosis import Kind
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED, of_program
 from shardwise.watch.failures import read_failures
+from shardwise.watch.run_key import GIVEN, new_key, run_key
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,10 @@ def run_ranks(
     it builds.
     """
     _silence_the_agent()
+    if nodes is None:
+        os.environ.setdefault(
+            GIVEN, new_key()
+        )  # of these ranks alone; those of several machines find theirs in the run folder
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     # The ranks have a rendezvous store of their own: with a shared one, a restarted rank can dial a dead peer (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -88,7 +92,8 @@ def run_ranks(
             try:
                 result = agent.run()
             except RendezvousConnectionError as error:
-                raise LaunchError(f"the rendezvous {nodes.endpoint if nodes else scratch} does not answer") from error
+                where = nodes.endpoint if nodes else "of this machine"
+                raise LaunchError(f"the rendezvous {where} does not answer") from error
             except RendezvousError as error:
                 raise LaunchError(f"the machines did not come together: {error}") from error
             finally:
@@ -102,33 +107,18 @@ def run_ranks(
 
 
 def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch: Path) -> Agent:
-    if nodes is None:  # no port is opened: one machine meets in a file of its own
-        where = RendezvousParameters(
-            "c10d", str(scratch / "rendezvous"), uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", store_type="file"
-        )
+    if nodes is None:
+        address, handler = "127.0.0.1", join_rendezvous(None, Member(run_key(job.run_folder), {}), "127.0.0.1")
     else:
-        where = RendezvousParameters(
-            "c10d",
-            nodes.endpoint,
-            nodes.job,
-            nodes.least,
-            nodes.most,
-            local_addr=nodes.address,
-            **({} if (host := nodes.hosts_rendezvous) is None else {"is_host": str(host).lower()}),
-        )
-    try:
-        handler = join_rendezvous(where)
-    except RendezvousConnectionError as error:
-        raise LaunchError(
-            f"--rendezvous {where.endpoint}: nobody answers there. Start the machine of that name first, or give it --node-host"
-        ) from error
+        address = nodes.address
+        handler = join_rendezvous(nodes.point, nodes.member, address, nodes.least, nodes.most, nodes.job)
     spec = WorkerSpec(
         role="default",
         local_world_size=count,
         entrypoint=rank_main,
         rdzv_handler=handler,
         max_restarts=max_restarts,
-        local_addr=where.local_addr,
+        local_addr=address,
         numa_options=LaunchConfig(1, 1, count).numa_options,  # what torchrun chooses for this machine
     )
     logs = DefaultLogsSpecs(log_dir=str(scratch / "logs"), redirects=Std.NONE, tee=Std.NONE)

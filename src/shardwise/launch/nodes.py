@@ -9,6 +9,8 @@ import struct
 from dataclasses import dataclass
 
 from shardwise.errors import LaunchError
+from shardwise.launch.rendezvous import MeetingPoint
+from shardwise.parallel.membership import Member
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,14 @@ class Nodes:
     endpoint: str
     job: str
     """The same on all machines of a job."""
+    member: Member
+    """By what they know each other, and what this one runs."""
     keeps: bool = False
     """This machine was told to host the rendezvous."""
+
+    @property
+    def point(self) -> MeetingPoint:
+        return MeetingPoint(self._host, int(self.endpoint.rpartition(":")[2]), self.hosts_rendezvous)
 
     @property
     def is_loopback(self) -> bool:

@@ -1,4 +1,5 @@
-"""Where launchers meet: torchrun's rendezvous, but who came first is rank 0, and nobody waits for its answer.
+"""Where launchers meet: torchrun's rendezvous, but only members of the run are heard, who came first is rank 0, and nobody waits
+for its answer.
 
 torchrun orders machines by address, as text, and on one machine by process: a run's lines would move to another terminal when
 a machine joins that comes before. And a launcher asks ten times a second whether another machine waits to join. Behind a cut
@@ -8,6 +9,7 @@ would look after the ranks, which hang for the same reason.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable
@@ -15,48 +17,103 @@ from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
 
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
 )
 
-from shardwise.compat.elastic import NodeDesc, RendezvousStateHolder
+from shardwise.compat.distributed import HashStore, PrefixStore, Store
+from shardwise.compat.elastic import RendezvousStateHolder
+from shardwise.errors import LaunchError
+from shardwise.launch.shared_state import Node, SharedState, SignedStore
+from shardwise.parallel.listening import PortInUse, tcp_store
+from shardwise.parallel.membership import Member, NotAMember, differences, opened, refusal, signed, space_of
 
 ANSWER = 0.5
 """Seconds that an answer is waited for."""
+STORE_ANSWER = timedelta(seconds=60)
 LAST_CALL = timedelta(seconds=3)
 """When there are enough machines, another is waited for only a moment."""
 KEEP_ALIVE = timedelta(seconds=2)
 """A machine that is gone is missed after three times as long."""
+OWNER = "shardwise-run"
+"""The name under which a store says whose it is."""
 
 
-def join_rendezvous(where: RendezvousParameters) -> Rendezvous:
-    backend, store = create_backend(where)
-    came = 0 if where.get_as_bool("is_host") else store.add(f"shardwise.{where.run_id}.came", 1)
-    node = Node(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the launchers of a run meet, and how many."""
+
+    host: str
+    port: int
+    hosts: bool | None
+    """Whether this machine hosts it. None: whoever of those on this machine comes first."""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def join_rendezvous(
+    point: MeetingPoint | None, member: Member, address: str, least: int = 1, most: int = 1, job: str = "run"
+) -> Rendezvous:
+    """`point`: None where one machine is alone; then no port is opened. `address`: of this machine, as the others reach it.
+    LaunchError: whoever is there does not belong to this run, or runs something else."""
+    store: Store = HashStore()
+    if point is not None:
+        store = _open(point)
+        _compare(store, point, member)
+    own = PrefixStore(space_of(member.key), store)
+    came = 0 if point is not None and point.hosts else own.add("came", 1)
+    node = Node(address, os.getpid(), 0, came)
     settings = RendezvousSettings(
-        where.run_id,
-        where.min_nodes,
-        where.max_nodes,
+        job,
+        least,
+        most,
         RendezvousTimeout(last_call=LAST_CALL),
         keep_alive_interval=KEEP_ALIVE,
         keep_alive_max_attempt=3,
     )
-    return Rendezvous(node, settings, backend.name, store, RendezvousStateHolder(backend, settings))
+    state, shared = SharedState(own, member.key), SignedStore(own, member.key, STORE_ANSWER)
+    return Rendezvous(node, settings, state.name, shared, RendezvousStateHolder(state, settings))
 
 
-@dataclass(frozen=True)
-class Node(NodeDesc):
-    """A launcher, among those that meet."""
+def _open(point: MeetingPoint) -> Store:
+    if point.hosts is not False:
+        try:
+            return tcp_store(point.host, point.port, hosts=True, timeout=STORE_ANSWER)
+        except PortInUse:
+            if point.hosts:
+                raise
+    try:
+        return tcp_store(point.host, point.port, hosts=False, timeout=STORE_ANSWER)
+    except LaunchError as error:
+        raise LaunchError(
+            f"--rendezvous {point}: {error}. Start the machine of that name first, or give it --node-host"
+        ) from None
 
-    came: int
-    """Its turn: how many had come when it had; 0: it hosts the rendezvous."""
 
-    def __lt__(self, other: NodeDesc) -> bool:
-        return isinstance(other, Node) and self.came < other.came
+def _compare(store: Store, point: MeetingPoint, member: Member) -> None:
+    """Who comes first says what the run is, and whoever comes later compares, before the others hear of it."""
+    mine = json.dumps({"machine": socket.gethostname(), "about": member.about}).encode()
+    try:
+        kept = store.compare_set(OWNER, "", signed(member.key, OWNER, mine).decode())
+    except (dist.DistError, ValueError) as error:
+        raise RendezvousConnectionError(f"the rendezvous {point} does not answer: {error}") from error
+    try:
+        first = json.loads(opened(member.key, OWNER, kept))
+    except NotAMember:
+        raise NotAMember(
+            f"--rendezvous {point}: another run meets there, or one with another run folder. Choose another port, or give all "
+            "machines of this run the same folder"
+        ) from None
+    found = differences(first["about"], member.about)
+    if found:
+        said = [f"{name}: {there} on {first['machine']}, {here} here" for name, there, here in found]
+        raise LaunchError(refusal(f"--rendezvous {point}: this machine does not run what the run there runs", said))
 
 
 class Rendezvous(DynamicRendezvousHandler):

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
+from torch.distributed.rendezvous import rendezvous
 
-from shardwise.compat.distributed import HashStore, Store, TCPStore
+from shardwise.compat.distributed import HashStore, Store
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.parallel.listening import tcp_store
+from shardwise.parallel.membership import Member, call_roll
 from shardwise.parallel.object_collectives import (
     as_json,
     broadcast_plain,
@@ -44,10 +47,18 @@ class World:
     """How long a collective of training may take; None: as long as PyTorch lets it."""
 
     @classmethod
-    def join(cls, device: str = "auto", *, connect: bool | None = None, timeout: timedelta | None = None) -> World:
+    def join(
+        cls,
+        device: str = "auto",
+        *,
+        connect: bool | None = None,
+        timeout: timedelta | None = None,
+        member: Callable[[torch.device], Member] | None = None,
+    ) -> World:
         """Take this process's place among the ranks that torchrun, srun or shardwise itself started.
 
-        `connect` forces a process group on a single rank too, as ddp and fsdp need.
+        `connect` forces a process group on a single rank too, as ddp and fsdp need. `member`: by what several ranks know
+        that they belong together, and what this one runs on its device. Without it, nobody asks.
         """
         rank = int(os.environ.get("RANK", "0"))
         size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -59,6 +70,9 @@ class World:
             # CPU tensors go over gloo on CUDA too: agreeing on counts and flags must not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
             store = _store(rank, size, timeout or timedelta(minutes=5))
+            if member is not None and size > 1:
+                me = member(place)
+                store = call_roll(store, me.key, rank, size, me.about, socket.gethostname(), _meeting_place())
             dist.init_process_group(
                 backend,
                 store=store,
@@ -147,26 +161,20 @@ def _as_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
         raise ShardwiseError(f"tensors that cannot be sent to the other ranks: {error}") from error
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> Store | None:
-    """Where the ranks find each other; None: as the environment says.
-
-    PyTorch's own store listens on every network of the machine (torch 2.13). Ranks that meet on the loopback are all on one
-    machine, and nobody else is to reach them.
-    """
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if size == 1 and address is None:
+def _store(rank: int, size: int, timeout: timedelta) -> Store:
+    """Where the ranks find each other. PyTorch's own listens on every network of the machine (torch 2.13); here it is the one
+    of the address that was given."""
+    if size == 1 and "MASTER_ADDR" not in os.environ:
         return HashStore()
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if address not in ("127.0.0.1", "localhost") or port is None or agents:
-        return None
-    listening: int | None = None
-    if rank == 0:
-        with socket.socket() as own:
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            own.bind(("127.0.0.1", int(port)))
-            own.listen(1024)
-            listening = own.detach()
-    return TCPStore("127.0.0.1", int(port), size, rank == 0, timeout, master_listen_fd=listening)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "MASTER_PORT" not in os.environ:
+        return next(rendezvous("env://", rank, size, timeout=timeout))[0]  # torchrun's agent listens
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Nobody is waited for: a stranger who connects would count, too.
+    return tcp_store(address, port, hosts=rank == 0, timeout=timeout)
+
+
+def _meeting_place() -> str:
+    return f"{os.environ.get('MASTER_ADDR', 'the rendezvous')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

@@ -22,6 +22,7 @@ from shardwise.config.commands import FRESH, RESUME, twice_as_long, user_command
 from shardwise.config.secrets import without_secrets
 from shardwise.errors import LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
+from shardwise.watch.run_key import NAME as KEY
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class RunFolder:
             else:
                 notice = f"the earlier run was moved to {self._move_aside()}"
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        if _has_key_alone(self.path):
+            self._made = [self.path]
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -159,6 +162,8 @@ class RunFolder:
             return
         shutil.rmtree(self.path / "ranks", ignore_errors=True)
         (self.path / LOCK).unlink(missing_ok=True)
+        if self.path in self._made:
+            (self.path / KEY).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # somebody has put something there: it stays
             for folder in self._made:
                 folder.rmdir()
@@ -266,6 +271,11 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _has_key_alone(folder: Path) -> bool:
+    """The ranks of several machines have just made it, to know each other."""
+    return folder.is_dir() and {each.name for each in folder.iterdir()} == {KEY}
 
 
 def _is_progress(line: str) -> bool:
