@@ -226,11 +226,13 @@ def _forget_the_program(kept: Set[int], streams: Sequence[int]) -> None:
         if stream != -1:
             os.dup2(stream, number)
         setattr(sys, name, _reopened(number, getattr(sys, name)))
-    start = 3
-    for number in sorted(kept):
-        os.closerange(start, number)
-        start = number + 1
-    os.closerange(start, os.sysconf("SC_OPEN_MAX"))
+    # Replaced and not closed: libraries that are still in memory close their numbers in each fork, whoever has them then (libuv,
+    # which TCPStore uses, its pipe).
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in {*kept, nothing}:
+            with contextlib.suppress(OSError):  # the one by which they were listed
+                os.dup2(nothing, number, inheritable=False)
     for known in (forkserver._forkserver, resource_tracker._resource_tracker):
         type(known).__init__(known)
 

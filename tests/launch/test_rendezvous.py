@@ -11,9 +11,9 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 
+from shardwise.compat.distributed import HashStore, TCPStore
 from shardwise.compat.elastic import RendezvousState
 from shardwise.errors import LaunchError
 from shardwise.launch.rendezvous import MeetingPoint, Rendezvous, join_rendezvous
@@ -118,7 +118,7 @@ def test_the_state_that_launchers_share_survives_the_way_as_json() -> None:
     state.round, state.complete, state.deadline = 3, True, now + timedelta(seconds=3)
     state.participants, state.wait_list, state.redundancy_list = {nodes[0]: 1, nodes[1]: 0}, {nodes[2]}, {nodes[3]}
     state.last_heartbeats = dict.fromkeys(nodes, now)
-    shared = SharedState(dist.HashStore(), KEY)
+    shared = SharedState(HashStore(), KEY)
     assert shared.get_state() is None
     answer = shared.set_state(pickle.dumps(state))
     assert answer is not None and answer[2] is True
@@ -144,7 +144,7 @@ def test_nothing_that_a_stranger_puts_into_the_state_is_executed(
     tmp_path: Path, signed_by: bytes | None, point: MeetingPoint
 ) -> None:
     ours = come(point)
-    stranger = dist.TCPStore(point.host, point.port, None, False, timedelta(seconds=10), wait_for_workers=False)
+    stranger = TCPStore(point.host, point.port, None, False, timedelta(seconds=10), wait_for_workers=False)
     exploded = tmp_path / "exploded"
     bomb = pickle.dumps(Bomb(exploded))
     for name in (
@@ -159,7 +159,7 @@ def test_nothing_that_a_stranger_puts_into_the_state_is_executed(
 
 
 def test_a_state_of_a_member_that_is_none_is_an_error_for_a_person() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     members = SignedStore(store, KEY, timedelta(seconds=5))
     for wrong in ("[]", "{}", "null", '{"round": "x"}', "not json", '{"round": 1, "complete": true}'):
         members.set("state", wrong)

@@ -23,6 +23,7 @@ from shardwise.engine.shutdown import Stop, seconds_to_leave
 from shardwise.errors import LaunchError
 from shardwise.launch.environment import attempt
 from shardwise.launch.nodes import Nodes
+from shardwise.parallel.membership import Member
 from shardwise.watch.exit_codes import TIME_IS_UP
 from tests.cli.program import BIN, SHARDWISE, Program, run_program, shardwise, started
 from tests.cli.test_train import checksums, curve
@@ -278,11 +279,12 @@ def test_numbers_of_machines() -> None:
 
 
 def test_a_machine_is_reached_by_the_address_that_leads_to_the_rendezvous_address() -> None:
-    own = Nodes(1, 2, "127.0.0.1:29400", "job")
+    member = Member(b"the key of this run", {})
+    own = Nodes(1, 2, "127.0.0.1:29400", "job", member)
     assert own.address == "127.0.0.1" and own.interface == "lo" and own.hosts_rendezvous is None
-    assert Nodes(1, 2, "127.0.0.1:29400", "job", keeps=True).hosts_rendezvous is True
+    assert Nodes(1, 2, "127.0.0.1:29400", "job", member, keeps=True).hosts_rendezvous is True
     with pytest.raises(LaunchError, match=r"nowhere[.]invalid is not known"):
-        _ = Nodes(1, 2, "nowhere.invalid:29400", "job").address
+        _ = Nodes(1, 2, "nowhere.invalid:29400", "job", member).address
 
 
 def test_what_cannot_go_together_is_said_before_anything_starts(tmp_path: Path) -> None:

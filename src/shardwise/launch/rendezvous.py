@@ -9,7 +9,6 @@ would look after the ranks, which hang for the same reason.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from shardwise.compat.elastic import RendezvousStateHolder
 from shardwise.errors import LaunchError
 from shardwise.launch.shared_state import Node, SharedState, SignedStore
 from shardwise.parallel.listening import PortInUse, tcp_store
-from shardwise.parallel.membership import Member, NotAMember, differences, opened, refusal, signed, space_of
+from shardwise.parallel.membership import Member, differences, refusal, space_of, take_or_read
 
 ANSWER = 0.5
 """Seconds that an answer is waited for."""
@@ -40,8 +39,6 @@ LAST_CALL = timedelta(seconds=3)
 """When there are enough machines, another is waited for only a moment."""
 KEEP_ALIVE = timedelta(seconds=2)
 """A machine that is gone is missed after three times as long."""
-OWNER = "shardwise-run"
-"""The name under which a store says whose it is."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +95,11 @@ def _open(point: MeetingPoint) -> Store:
 
 def _compare(store: Store, point: MeetingPoint, member: Member) -> None:
     """Who comes first says what the run is, and whoever comes later compares, before the others hear of it."""
-    mine = json.dumps({"machine": socket.gethostname(), "about": member.about}).encode()
+    mine = {"machine": socket.gethostname(), "about": member.about}
     try:
-        kept = store.compare_set(OWNER, "", signed(member.key, OWNER, mine).decode())
+        first = take_or_read(store, member.key, mine, f"--rendezvous {point}")
     except (dist.DistError, ValueError) as error:
         raise RendezvousConnectionError(f"the rendezvous {point} does not answer: {error}") from error
-    try:
-        first = json.loads(opened(member.key, OWNER, kept))
-    except NotAMember:
-        raise NotAMember(
-            f"--rendezvous {point}: another run meets there, or one with another run folder. Choose another port, or give all "
-            "machines of this run the same folder"
-        ) from None
     found = differences(first["about"], member.about)
     if found:
         said = [f"{name}: {there} on {first['machine']}, {here} here" for name, there, here in found]

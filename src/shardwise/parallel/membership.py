@@ -23,6 +23,8 @@ SHOWN = 5
 """Differences that an error lists."""
 LONGEST = 16 * 2**20
 """Bytes of one message. A config and the names of some thousand sources are far fewer."""
+OWNER = "shardwise-run"
+"""The name under which a store says whose it is."""
 ANSWER = timedelta(minutes=5)
 """How long the first rank is waited for where somebody has answered: all ranks of a job start at about the same time."""
 
@@ -59,6 +61,22 @@ def space_of(key: bytes) -> str:
     return f"shardwise-{hmac.digest(key, b'space', 'sha256').hex()[:16]}"
 
 
+def take_or_read(store: Store, key: bytes, said: Any, where: str) -> Any:
+    """What the first member has said that has come here: `said`, if it is this one."""
+    kept = store.compare_set(OWNER, "", signed(key, OWNER, json.dumps(said).encode()).decode())
+    try:
+        return json.loads(opened(key, OWNER, kept))
+    except NotAMember:
+        raise NotAMember(_another_run(where)) from None
+
+
+def _another_run(where: str) -> str:
+    return (
+        f"{where}: another run meets there, or one with another run folder. Choose another port, or give all machines of this "
+        "run the same folder"
+    )
+
+
 def call_roll(
     store: Store,
     key: bytes,
@@ -74,13 +92,15 @@ def call_roll(
     `where`: the address at which they meet, for messages. Returns the part of the store that is this run's alone.
     """
     own = PrefixStore(space_of(key), store)
+    if rank == 0:
+        take_or_read(store, key, True, where)
+    else:
+        _wait(store, OWNER, "rank 0", where, to_answer)
+        _read(store, key, OWNER, _another_run(where))
     _put(own, key, f"about/{rank}", {"machine": machine, "about": about})
     if rank == 0:
-        _put(own, key, "begun", True)
         told = {other: _get(own, key, f"about/{other}", f"rank {other}", where) for other in range(size)}
         _put(own, key, "answer", _differences_of_ranks(told))
-    else:
-        _get(own, key, "begun", "rank 0", where, to_answer)
     if differences := _get(own, key, "answer", "rank 0", where):
         raise LaunchError(refusal("the ranks do not run the same", differences))
     return own
@@ -137,13 +157,20 @@ def _put(store: Store, key: bytes, name: str, value: Any) -> None:
     store.set(name, signed(key, name, json.dumps(value).encode()).decode())
 
 
-def _get(store: Store, key: bytes, name: str, whose: str, where: str, patience: timedelta | None = None) -> Any:
+def _get(store: Store, key: bytes, name: str, whose: str, where: str) -> Any:
+    _wait(store, name, whose, where)
+    return _read(store, key, name, f"{where}: what says to be of {whose} is not signed with the key of this run")
+
+
+def _wait(store: Store, name: str, whose: str, where: str, patience: timedelta | None = None) -> None:
     try:
         store.wait([name], *([] if patience is None else [patience]))
-        kept = store.get(name)
     except dist.DistError as error:
         raise LaunchError(f"nothing was heard of {whose} at {where}: {one_line(error)}") from None
+
+
+def _read(store: Store, key: bytes, name: str, otherwise: str) -> Any:
     try:
-        return json.loads(opened(key, name, kept))
-    except NotAMember as error:
-        raise NotAMember(f"{where}: {error}, though it says to be of {whose}") from None
+        return json.loads(opened(key, name, store.get(name)))
+    except NotAMember:
+        raise NotAMember(otherwise) from None
