@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from shardwise.verify.causes import Cause
-from shardwise.verify.own_data import check_data, difference, listed_in
+from shardwise.verify.own_data import _contents, check_data, difference, listed_in
 
 
 def record(training: list[str], validation: list[str] | None = None) -> dict[str, Any]:
     parts = {"training": training, "validation": validation}
     return {
         "sizes": {name: None if part is None else len(part) for name, part in parts.items()},
-        "samples": {name: {i: {"": each} for i, each in enumerate(part or [])} for name, part in parts.items()},
+        "samples": {name: {i: ({"": each}, {}) for i, each in enumerate(part or [])} for name, part in parts.items()},
     }
 
 
@@ -83,3 +86,27 @@ def test_a_folder_gives_the_same_files_in_another_order(order: str, tmp_path: Pa
             assert next(entries).name == listed[0][0]
     assert all(each != names and sorted(each) == names for each in listed)
     assert sorted(each.name for each in tmp_path.iterdir()) == names
+
+
+def test_samples_that_differ_in_their_last_digits_are_the_same_and_in_more_they_are_not() -> None:
+    """torch's FFT gives other last digits in another process: it depends on where in memory its input lies."""
+    sample = {"wave": torch.randn(17, 3, generator=torch.Generator().manual_seed(1)), "label": torch.tensor([3, 4])}
+
+    def records(**changed: Tensor) -> list[dict[str, Any]]:
+        made = [
+            {"sizes": {"training": 1}, "samples": {"training": {0: _contents(sample | more)}}} for more in ({}, changed)
+        ]
+        told: list[dict[str, Any]] = [json.loads(json.dumps(each)) for each in made]
+        return told
+
+    rounded = sample["wave"] * (1 + 1e-7 * torch.randn(17, 3, generator=torch.Generator().manual_seed(2)))
+    assert not torch.equal(rounded, sample["wave"])
+    assert difference(records()) is None
+    assert difference(records(wave=rounded)) is None
+    other = sample["wave"].clone()
+    other[4, 1] += 1e-3
+    for changed in (other, sample["wave"].flip(0), -sample["wave"], sample["wave"][:-1], sample["wave"] * 1.0001):
+        assert difference(records(wave=changed)) == (1, "another training sample 0 than rank 0 (wave)")
+    assert difference(records(label=torch.tensor([4, 3]))) == (1, "another training sample 0 than rank 0 (label)")
+    nothing = torch.full((17, 3), torch.nan)
+    assert difference(records(wave=nothing)) == (1, "another training sample 0 than rank 0 (wave)")

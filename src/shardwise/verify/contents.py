@@ -15,6 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardwise.data.fingerprint import as_values
 from shardwise.verify.names import canonical
 
+SKETCH = 4
+"""Sums. For all of them to hide a difference, it would have to be at right angles to four directions drawn at random."""
+LAST_DIGITS = 4e-6
+"""Of the whole array's size: some 30 units of fp32, which a library's sums differ by from process to process (torch's FFT, with
+where in memory its input lies)."""
+
 
 def contents_of(value: Any) -> dict[str, str]:
     found: dict[str, str] = {}
@@ -27,6 +33,32 @@ def values_of(value: Any, fewest_bytes: int) -> dict[str, str]:
     found: dict[str, str] = {}
     _walk(value, "", found, fewest_bytes, as_values)
     return found
+
+
+def sketches_of(value: Any) -> dict[str, list[float]]:
+    """Of every array of floating-point numbers a few sums of all of them, each with other signs. Those of arrays that differ in
+    their last digits alone are nearly the same."""
+    arrays: dict[str, Any] = {}
+    _walk(value, "", arrays, 1, as_values, lambda numbers: numbers)
+    return {
+        place: _sketch(each)
+        for place, each in arrays.items()
+        if isinstance(each, np.ndarray) and each.dtype.kind == "f"
+    }
+
+
+def _sketch(numbers: NDArray[Any]) -> list[float]:
+    row = np.nan_to_num(numbers.reshape(-1).astype(np.float64), nan=1.0, posinf=2.0, neginf=-2.0)
+    signs = np.random.default_rng(0)
+    return [
+        float(np.linalg.norm(row)),
+        *(float(row @ (2.0 * signs.integers(0, 2, len(row)) - 1.0)) for _ in range(SKETCH)),
+    ]
+
+
+def nearly_the_same(one: Sequence[float], other: Sequence[float]) -> bool:
+    size = max(one[0], other[0])
+    return len(one) == len(other) and all(abs(a - b) <= LAST_DIGITS * size for a, b in zip(one, other, strict=True))
 
 
 def first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
@@ -63,22 +95,33 @@ def _bytes(array: Tensor | NDArray[Any]) -> NDArray[Any]:
     return numbers
 
 
-def _walk(value: Any, place: str, found: dict[str, str], fewest: int, as_array: Callable[[Any], NDArray[Any]]) -> None:
+def _hashed(numbers: NDArray[Any]) -> str:
+    return hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+
+
+def _walk(
+    value: Any,
+    place: str,
+    found: dict[str, Any],
+    fewest: int,
+    as_array: Callable[[Any], NDArray[Any]],
+    kept: Callable[[NDArray[Any]], Any] = _hashed,
+) -> None:
     if isinstance(value, Tensor | np.ndarray):
         numbers = as_array(value)
         if numbers.nbytes >= fewest:
-            found[place] = hashlib.blake2b(numbers.tobytes(), digest_size=16).hexdigest()
+            found[place] = kept(numbers)
     elif isinstance(value, str | bytes):
         if len(value) >= fewest:
             found[place] = str(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _walk(item, f"{place}.{key}", found, fewest, as_array)
+            _walk(item, f"{place}.{key}", found, fewest, as_array, kept)
     elif isinstance(value, Sequence):
         if len(value) >= fewest and all(isinstance(item, int | float) for item in value):
             found[place] = repr(value)
             return
         for number, item in enumerate(value):
-            _walk(item, f"{place}.{number}", found, fewest, as_array)
+            _walk(item, f"{place}.{number}", found, fewest, as_array, kept)
     elif hasattr(value, "__dict__"):
-        _walk(vars(value), place, found, fewest, as_array)
+        _walk(vars(value), place, found, fewest, as_array, kept)

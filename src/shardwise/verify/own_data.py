@@ -6,6 +6,7 @@ A data set that keeps to what it is told gives the same samples all the same.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -24,7 +25,7 @@ from shardwise.engine.run import Run
 from shardwise.parallel.weights import build_shape, first_unlike, structure_of
 from shardwise.tasks import Task
 from shardwise.verify.causes import Cause
-from shardwise.verify.contents import contents_of, first_difference
+from shardwise.verify.contents import contents_of, first_difference, nearly_the_same, sketches_of
 from shardwise.verify.report import Check, Finding, failed, passed
 
 MOST_SAMPLES = 400
@@ -37,6 +38,8 @@ FEW = 20
 """Samples that are read first, to see how long each takes."""
 NAME = "data of each rank"
 
+Contents = tuple[dict[str, str], dict[str, list[float]]]
+"""Of a sample: the digest of everything in it, and a sketch of what is floating-point numbers."""
 Listing = str
 """natural, reversed, or mixed by a number."""
 
@@ -55,7 +58,7 @@ def look_at(run: Run, task: Task, train: Any, valid: Any, order: int, *, few: bo
     """How many samples there are, and what is in some of them. `few`: only in some that tell."""
     parts = {"training": train, "validation": valid}
     sizes = {name: None if data is None else len(data) for name, data in parts.items()}
-    seen: dict[str, dict[int, dict[str, str]]] = {}
+    seen: dict[str, dict[int, Contents]] = {}
     for name, data in parts.items():
         count = task.count if name == "training" else lambda _: 0
         reader = Reader(data, task.collate, count, run.config.seed, name=name)
@@ -70,9 +73,26 @@ def look_at(run: Run, task: Task, train: Any, valid: Any, order: int, *, few: bo
     return {"sizes": sizes, "samples": seen}
 
 
-def _read(reader: Reader, indices: Sequence[int], order: int) -> dict[int, dict[str, str]]:
+def _read(reader: Reader, indices: Sequence[int], order: int) -> dict[int, Contents]:
     mixed = random.Random(order).sample(indices, len(indices))
-    return {index: contents_of(reader.micro_batch(np.array([index]))) for index in mixed}
+    return {index: _contents(reader.micro_batch(np.array([index]))) for index in mixed}
+
+
+def _contents(inputs: Any) -> Contents:
+    return contents_of(inputs), sketches_of(inputs)
+
+
+def _unlike(one: Contents, other: Contents) -> str | None:
+    """The place of the first difference, in words. One in the last digits is none: how a library adds up may depend on where in
+    memory its input lies."""
+    (hashes, sketches), (others, their_sketches) = one, other
+    near = {
+        place for place, sketch in sketches.items() if nearly_the_same(sketch, their_sketches.get(place, [math.inf]))
+    }
+    return first_difference(
+        {place: each for place, each in hashes.items() if place not in near},
+        {place: each for place, each in others.items() if place not in near},
+    )
 
 
 def _spread(size: int) -> list[int]:
@@ -92,7 +112,7 @@ def difference(records: Sequence[dict[str, Any]]) -> tuple[int, str] | None:
                 return rank, f"{mine['sizes'][part]} {part} samples, where rank 0 has {size}"
             for index, contents in first["samples"][part].items():
                 other = mine["samples"][part].get(index)
-                if other is not None and (place := first_difference(contents, other)):
+                if other is not None and (place := _unlike(contents, other)):
                     return rank, f"another {part} sample {index} than rank 0 ({place})"
     return None
 
