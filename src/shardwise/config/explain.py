@@ -18,7 +18,7 @@ def explain(error: ValidationError, schema: type[BaseModel], document: Document,
     allowed: dict[tuple[int, str], list[str]] = {}
     for detail in error.errors():
         path = _real_keys(detail["loc"], document.values)
-        message = f"{_place(document, path, where)}: {_describe(detail, path, schema)}"
+        message = f"{_place(document, path, where)}: {_describe(detail, path, schema, document.written_at(path))}"
         what, _, choices = message.partition(_ALLOWED)
         options = allowed.setdefault((document.line_of(path) or 0, what), [])
         if choices and choices not in options:
@@ -39,7 +39,8 @@ def _place(document: Document, path: KeyPath, where: str) -> str:
     return f"{where}, line {line}" if line else where
 
 
-def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> str:
+def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel], written: str | None) -> str:
+    """`written`: what stands there, where YAML reads it as something else."""
     key, value, kind, ctx = _dotted(path), detail["input"], detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return f"{key} is not a key that shardwise knows (value {_short(value)}).{_nearest(path, schema)}"
@@ -49,7 +50,12 @@ def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> s
         return f"{key}: a key must be text; put it in quotes"
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{ctx['error']}"
-    return f"{key}: {_short(value)} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
+    if written is not None:
+        read = str(value).lower() if isinstance(value, bool) else "a date"
+        shown = f"{written}, which YAML reads as {read} (in quotes it is a text),"
+    else:
+        shown = _short(value)
+    return f"{key}: {shown} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
 
 
 def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:
