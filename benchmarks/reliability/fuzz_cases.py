@@ -163,11 +163,11 @@ def _seal(path: Path, about: dict[str, Any]) -> None:
     write_manifest(path, {name: entry_of(path / name) for name in names}, about)
 
 
-def sealed(body: str) -> str:
-    """The text of a manifest with a right checksum, whatever stands in it."""
-    body = body.rstrip().removesuffix("}").rstrip()
-    digest = hashlib.sha256(f"{body}\n}}".encode()).hexdigest()
-    return f'{body},\n "sha256": "{digest}"\n}}'
+def sealed(body: bytes) -> bytes:
+    """A manifest with a right checksum, whatever stands in it."""
+    body = body.rstrip().removesuffix(b"}").rstrip()
+    digest = hashlib.sha256(body + b"\n}").hexdigest()
+    return body + f',\n "sha256": "{digest}"\n}}'.encode()
 
 
 def _copied(originals: Path, scratch: Path) -> Path:
@@ -181,40 +181,28 @@ def _list_anew(path: Path, name: str) -> None:
     del manifest["sha256"]
     data = (path / name).read_bytes()
     manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (path / MANIFEST).write_text(sealed(json.dumps(manifest, indent=1)))
+    (path / MANIFEST).write_bytes(sealed(json.dumps(manifest, indent=1).encode()))
 
 
 def _wrong_manifest(originals: Path, scratch: Path, rng: random.Random) -> str:
     file = _copied(originals, scratch) / MANIFEST
     content = json.loads(file.read_text())
     how = rng.choice(["resealed", "resealed", "resealed", "not resealed", "bytes", "bytes, resealed"])
-    if how == "bytes":
-        data, done = mutated_bytes(file.read_bytes(), rng)
-    elif how == "not resealed":
+    if how == "not resealed":
         text, done = mutated_tree(content, rng)
         data = text.encode()
+    elif how == "bytes":
+        data, done = mutated_bytes(file.read_bytes(), rng)
     else:
         del content["sha256"]
         if how == "resealed":
             text, done = mutated_tree(content, rng)
+            data = text.encode()
         else:
-            raw, done = mutated_bytes(json.dumps(content).encode(), rng)
-            text = raw.decode(errors="surrogateescape")
-        data = (
-            sealed(text).encode(errors="surrogateescape")
-            if _encodes(text)
-            else sealed(text[:50]).encode(errors="replace")
-        )
+            data, done = mutated_bytes(json.dumps(content).encode(), rng)
+        data = sealed(data)
     file.write_bytes(data)
     return f"{how}: {done}"
-
-
-def _encodes(text: str) -> bool:
-    try:
-        sealed(text)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _wrong_index(originals: Path, scratch: Path, rng: random.Random) -> str:

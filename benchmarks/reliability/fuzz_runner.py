@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -29,9 +30,9 @@ class Result:
     what: str
     """`refused`, `right`, or what is wrong."""
     seconds: float
+    """By the clock, without those in which other processes had the processor."""
+    processor: float = 0.0
     """Of processor time."""
-    waited: float
-    """By the clock."""
     memory: int = 0
     """The most that the process has ever held, in bytes above its start."""
     said: str = ""
@@ -58,15 +59,13 @@ class WarmProcess:
     def _result(self, kind: str, seed: int) -> Result:
         if self._process is None:
             self._process = self._started()
-        began = time.perf_counter()
         answer = self._asked(self._process, json.dumps([kind, seed]), self.patience)
-        waited = time.perf_counter() - began
         if answer is None:
             code = self._process.poll()
             self._end()
             what = f"no answer in {self.patience:g} s" if code is None else f"the process ended with {code}"
-            return Result(kind, seed, what, waited, waited)
-        return Result(kind, seed, waited=waited, **json.loads(answer))
+            return Result(kind, seed, what, self.patience)
+        return Result(kind, seed, **json.loads(answer))
 
     def _started(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -116,6 +115,7 @@ def serve(folder: Path) -> None:
     from benchmarks.reliability.fuzz_cases import KINDS, answer, write_originals
 
     originals = folder / "originals"
+    shutil.rmtree(folder / "scratch", ignore_errors=True)  # of a process that was ended
     if not originals.exists():
         originals.mkdir(parents=True)
         write_originals(originals)
@@ -127,15 +127,21 @@ def serve(folder: Path) -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         kind, seed = json.loads(line)
-        began = time.process_time()
+        began = time.perf_counter() - _kept_waiting(), time.process_time()
         found = answer(kind, seed, originals, folder / "scratch")
         about: dict[str, Any] = {**asdict(found), "kind": kind, "seed": seed}
-        about |= {"seconds": time.process_time() - began, "memory": _held("VmHWM") - before}
+        about["seconds"] = time.perf_counter() - _kept_waiting() - began[0]
+        about |= {"processor": time.process_time() - began[1], "memory": _held("VmHWM") - before}
         print(
-            json.dumps({key: about[key] for key in ("what", "said", "done", "seconds", "memory")}),
+            json.dumps({key: about[key] for key in ("what", "said", "done", "seconds", "processor", "memory")}),
             file=answers,
             flush=True,
         )
+
+
+def _kept_waiting() -> float:
+    """Seconds in which this process could have run, and another one did."""
+    return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
 
 
 def _held(name: str) -> int:

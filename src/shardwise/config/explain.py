@@ -12,11 +12,14 @@ from pydantic_core import ErrorDetails
 
 from shardwise.config.yaml_lines import Document, KeyPath
 
+MOST_DETAILS = 20
+"""Of an error: a list that should be a number has a mistake in each of its values."""
+
 
 def explain(error: ValidationError, schema: type[BaseModel], document: Document, where: str) -> str:
     # A union reports a mistake once per member: they become one message with what each of them allows.
     allowed: dict[tuple[int, str], list[str]] = {}
-    for detail in error.errors():
+    for detail in error.errors()[:MOST_DETAILS]:
         path = _real_keys(detail["loc"], document.values)
         message = f"{_place(document, path, where)}: {_describe(detail, path, schema, document.written_at(path))}"
         what, _, choices = message.partition(_ALLOWED)
@@ -24,8 +27,10 @@ def explain(error: ValidationError, schema: type[BaseModel], document: Document,
         if choices and choices not in options:
             options.append(choices)
     lines = sorted(allowed, key=lambda key: key[0])
+    more = error.error_count() - MOST_DETAILS
     return "\n".join(
-        what + (_ALLOWED + ", or ".join(allowed[line, what]) if allowed[line, what] else "") for line, what in lines
+        [what + (_ALLOWED + ", or ".join(allowed[line, what]) if allowed[line, what] else "") for line, what in lines]
+        + ([f"{where}: and {more} more"] if more > 0 else [])
     )
 
 

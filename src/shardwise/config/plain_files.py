@@ -19,6 +19,8 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 MOST_LEVELS = 24
 """Of lists and blocks in each other."""
+MOST_BLOCKS = 200_000
+"""In all: those of a hundred thousand files, and as many more."""
 
 
 class NotPlain(ValueError):
@@ -78,7 +80,9 @@ def read_exactly(stream: io.FileIO, size: int) -> bytes:
 
 def parse_json(data: bytes, levels: int | None = None) -> Any:
     """ValueError says what is wrong with it. `levels`: how many lists and blocks may lie in each other; where none are given,
-    whoever asks looks at each of them anyway."""
+    whoever asks looks at each of them anyway, and has files that are as large."""
+    if levels is not None and data.count(b"{") + data.count(b"[") > MOST_BLOCKS:
+        raise ValueError(f"it has more than {MOST_BLOCKS} lists and blocks")
     try:
         text = data.decode()
         content = json.loads(text, object_pairs_hook=_each_key_once)
@@ -104,12 +108,16 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list):
-        return False
-    return levels == 0 or any(_is_deeper(each, levels - 1) for each in value)
+def _is_deeper(content: Any, levels: int) -> bool:
+    at_this_level = [content]
+    for _ in range(levels + 1):
+        at_this_level = [
+            each
+            for holder in at_this_level
+            if isinstance(holder, dict | list)
+            for each in (holder.values() if isinstance(holder, dict) else holder)
+        ]
+    return bool(at_this_level)
 
 
 def is_count(value: Any) -> bool:

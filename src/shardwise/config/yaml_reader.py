@@ -11,6 +11,8 @@ MOST_BYTES = 2**20
 """Of a config."""
 MOST_LEVELS = 40
 """Of blocks and lists in each other."""
+MOST_VALUES = 20_000
+"""In all, keys among them: PyYAML takes half a second for them."""
 MOST_REPEATED = 10_000
 """Values that aliases repeat, in all: aliases of aliases may stand for billions."""
 MOST_DIGITS = 300
@@ -47,6 +49,8 @@ class Reader(yaml.SafeLoader):
             return node
         self._values += 1
         self._values_in[id(node)] = self._values - before
+        if self._values - self._repeated > MOST_VALUES:
+            raise _refused(event, f"here are more than {MOST_VALUES} values, which is no config")
         if isinstance(node, yaml.ScalarNode):
             _check_scalar(event, node)
         if getattr(event, "tag", None) in _NOT_FOR_A_CONFIG:

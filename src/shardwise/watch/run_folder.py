@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import os
 import platform
 import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +21,7 @@ import torch
 import shardwise
 from shardwise.config import Config, Training
 from shardwise.config.commands import FRESH, RESUME, twice_as_long, user_command
-from shardwise.config.plain_files import MOST_LEVELS, NotPlain, is_count, open_plain, parse_json, read_plain
+from shardwise.config.plain_files import MOST_LEVELS, is_count, open_plain, parse_json, read_plain
 from shardwise.config.secrets import without_secrets
 from shardwise.config.yaml_lines import read_file, read_yaml
 from shardwise.config.yaml_reader import write_yaml
@@ -28,7 +31,8 @@ from shardwise.watch.lock import LOCK, lock_folder, unlock
 log = logging.getLogger(__name__)
 
 MOST_FACTS = 2**20
-"""Bytes of run.json."""
+"""Bytes of run.json, and of a line of a log."""
+MOST_LOG = 2**30
 MOST_BATCH = 2**40
 _CHECKPOINT = re.compile(r"(\.replaced-|damaged-)?step-\d{8,}(-\d+)?")
 """Folders that hold a checkpoint of this run, or what is left of one. A superseded one is of a run before it."""
@@ -165,10 +169,7 @@ class RunFolder:
 
     def had_checkpoint(self) -> int | None:
         """The step of the newest checkpoint that this run has put in place, as its own log has it."""
-        try:
-            records = [_record(line) for line in _lines(self.path / "ranks" / "rank-0000.jsonl")]
-        except OSError:
-            return None
+        records = (_record(line) for line in _lines(self.path / "ranks" / "rank-0000.jsonl"))
         steps = [_step_in(each) for each in records if "checkpoint" in each and not each.get("problem")]
         return max(steps, default=None)
 
@@ -288,14 +289,19 @@ def dump_config(config: Config) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path) -> Iterator[str]:
     """Of a run's log; none where there is none."""
     try:
-        with open_plain(file, follow=True) as stream:
-            return stream.readall().decode(errors="replace").splitlines()
+        with open_plain(file, follow=True) as opened, io.BufferedReader(opened) as stream:
+            if os.fstat(stream.fileno()).st_size > MOST_LOG:
+                raise ValueError(f"it has more than {MOST_LOG} bytes")
+            while line := stream.readline(MOST_FACTS):
+                yield line.decode(errors="replace").rstrip("\r\n")
     except FileNotFoundError:
-        return []
-    except NotPlain as error:
+        return
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise LaunchError(f"{file} is no log of a run: {error}") from None
 
 
