@@ -163,8 +163,8 @@ class RunFolder:
     def _cannot_be_believed(self, why: str) -> LaunchError:
         file = self.path / "run.json"
         return LaunchError(
-            f"{file} cannot be used: {why}. It says with which global batch the run began. Put it back as it was; without it "
-            "(remove it), the run goes on with the batch that the config says"
+            f"{file} cannot be used: {why}. It says with which global batch the run began. Put it back as it was, or "
+            "remove it: then the run goes on with the batch that the config says"
         )
 
     def had_checkpoint(self) -> int | None:
@@ -204,7 +204,7 @@ class RunFolder:
             return None
         numbers = [batch.get(key) for key in ("global", "chosen_for")] if isinstance(batch, dict) else []
         if not numbers or not all(is_count(number) and 0 < number < MOST_BATCH for number in numbers):
-            raise self._cannot_be_believed("its batch is none")
+            raise self._cannot_be_believed("it does not say that batch, and for how many devices it was chosen")
         return numbers[0], numbers[1]
 
     def evaluated_at(self, step: int) -> bool:
