@@ -269,7 +269,7 @@ def _ask_checkpoint(scratch: Path) -> str:
         return "loaded, though verify says that it is damaged"
     state = RunState.of_checkpoint(path)
     about = json.loads((path / MANIFEST).read_text())["about"]
-    wrong = [key for key, value in about.items() if repr(state.as_plain()[key]) != repr(value)]
+    wrong = [key for key, value in about.items() if _comparable(state.as_plain()[key]) != _comparable(value)]
     expected, found = _plainly_read(path), model.state_dict()
     wrong += [name for name, tensor in found.items() if not torch.equal(tensor, expected[f"model.{name}"])]
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -278,6 +278,15 @@ def _ask_checkpoint(scratch: Path) -> str:
             if not torch.equal(value, expected[f"optimizer.{names[parameter]}.{kind}"]):
                 wrong.append(f"{kind} of {names[parameter]}")
     return f"other values than the files have: {', '.join(wrong)}" if wrong else "right"
+
+
+def _comparable(value: Any) -> Any:
+    """1 and 1.0 are the same, NaN is itself, and blocks have no order."""
+    if isinstance(value, dict):
+        return {key: _comparable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_comparable(each) for each in value]
+    return repr(float(value)) if type(value) in (int, float) else value
 
 
 def _plainly_read(path: Path) -> dict[str, torch.Tensor]:

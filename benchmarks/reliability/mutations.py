@@ -75,7 +75,7 @@ def _nested(rng: random.Random) -> Raw:
 
 def _wide(rng: random.Random) -> Raw:
     each = rng.choice(["0", "[]", "{}", '""', '[[0], [1], "rank-0000-000.safetensors"]'])
-    return Raw("[" + ", ".join([each] * rng.choice([3, 100, 20_000])) + "]")
+    return Raw("[" + ", ".join([each] * rng.choice([3, 100, 2_000, 20_000])) + "]")
 
 
 def _near(value: Any, rng: random.Random) -> Any:

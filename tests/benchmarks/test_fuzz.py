@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.reliability.fuzz_cases import KINDS, TENSORS, answer, sealed, wr
 from benchmarks.reliability.fuzz_runner import MEMORY, SECONDS, WarmProcess, cases
 from shardwise.checkpoint import state as state_room
 from shardwise.data.manifest import Condition
+from shardwise.errors import ShardwiseError
 
 NUMBER = 1002
 """Of each kind as many."""
@@ -48,7 +50,7 @@ def asked(originals: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: C
         if kind == "config":
             (scratch / "fuzzed.yaml").write_text((folder / "config" / "fuzzed.yaml").read_text())
         else:
-            fuzz_cases.shutil.copytree(folder / sources[kind], scratch / sources[kind])
+            shutil.copytree(folder / sources[kind], scratch / sources[kind])
         change(scratch)
         return "this"
 
@@ -87,7 +89,7 @@ def test_other_values_than_those_of_the_files_are_wrong(originals: Path, monkeyp
 
 def test_an_error_that_cannot_be_printed_is_wrong(originals: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(scratch: Path) -> None:
-        raise fuzz_cases.ShardwiseError("\ud800")
+        raise ShardwiseError("\ud800")
 
     assert asked(originals, monkeypatch, "run", refuse).startswith("an error that cannot be printed")
 

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 _KINDS = {
     stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
@@ -120,6 +120,6 @@ def _is_deeper(content: Any, levels: int) -> bool:
     return bool(at_this_level)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
     """A whole number, not below zero, that 64 bits can hold. True and 1.0 are none."""
     return type(value) is int and 0 <= value < 2**63

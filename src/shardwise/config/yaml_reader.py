@@ -51,7 +51,7 @@ class Reader(yaml.SafeLoader):
         self._values_in[id(node)] = self._values - before
         if self._values - self._repeated > MOST_VALUES:
             raise _refused(event, f"here are more than {MOST_VALUES} values, which is no config")
-        if isinstance(node, yaml.ScalarNode):
+        if isinstance(node, yaml.ScalarNode) and isinstance(event, yaml.ScalarEvent):
             _check_scalar(event, node)
         if getattr(event, "tag", None) in _NOT_FOR_A_CONFIG:
             raise _refused(event, f"!!{event.tag.removeprefix(_TAG)} is nothing that a config has")
@@ -71,7 +71,7 @@ class Reader(yaml.SafeLoader):
 
 
 def _refused(event: yaml.Event, problem: str) -> Refused:
-    return Refused(problem=problem, problem_mark=event.start_mark)
+    return Refused(problem=problem, problem_mark=event.start_mark)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- numbers
@@ -89,7 +89,7 @@ _READ_OTHERWISE = {
 }
 
 
-def _check_scalar(event: yaml.Event, node: yaml.ScalarNode) -> None:
+def _check_scalar(event: yaml.ScalarEvent, node: yaml.ScalarNode) -> None:
     if _OF_NO_USE.search(node.value):
         raise _refused(event, "a text has a character that cannot be used: a zero byte, or half of a pair")
     if event.implicit[0] or node.tag == INT:

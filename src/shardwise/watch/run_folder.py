@@ -202,10 +202,11 @@ class RunFolder:
         batch = (self._facts() or {}).get("batch")
         if batch is None:
             return None
-        numbers = [batch.get(key) for key in ("global", "chosen_for")] if isinstance(batch, dict) else []
-        if not numbers or not all(is_count(number) and 0 < number < MOST_BATCH for number in numbers):
+        known = batch if isinstance(batch, dict) else {}
+        size, devices = known.get("global"), known.get("chosen_for")
+        if not is_count(size) or not is_count(devices) or not (0 < size < MOST_BATCH and 0 < devices < MOST_BATCH):
             raise self._cannot_be_believed("it does not say that batch, and for how many devices it was chosen")
-        return numbers[0], numbers[1]
+        return size, devices
 
     def evaluated_at(self, step: int) -> bool:
         return any("eval" in record and record.get("step") == step for record in self.metrics())
