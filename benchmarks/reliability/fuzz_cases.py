@@ -25,6 +25,7 @@ from shardwise.config import load_config
 from shardwise.config.load import config_from_values, config_values
 from shardwise.data import Cursor
 from shardwise.data.manifest import entry_of, write_manifest
+from shardwise.engine.loss_guard import HISTORY
 from shardwise.engine.state import RunState
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.parallel import World
@@ -269,6 +270,8 @@ def _ask_checkpoint(scratch: Path) -> str:
         return "loaded, though verify says that it is damaged"
     state = RunState.of_checkpoint(path)
     about = json.loads((path / MANIFEST).read_text())["about"]
+    if "recent_losses" in about:
+        about["recent_losses"] = about["recent_losses"][-HISTORY:]
     wrong = [key for key, value in about.items() if _comparable(state.as_plain()[key]) != _comparable(value)]
     expected, found = _plainly_read(path), model.state_dict()
     wrong += [name for name, tensor in found.items() if not torch.equal(tensor, expected[f"model.{name}"])]
