@@ -391,6 +391,15 @@ def test_verify_tells_changed_sources(source: Any, tmp_path: Path, capsys: pytes
     assert "is whole, but was made from files that have changed since" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../a.h5ad", "train-00009.arrow"])
+def test_a_shard_that_the_manifest_does_not_list_is_never_read(source: Any, tmp_path: Path, name: str) -> None:
+    copied(source, tmp_path / "copy")
+    shards = read_manifest(tmp_path / "copy")["about"]["shards"]
+    rewrite_manifest(tmp_path / "copy", shards={**shards, "train": {**shards["train"], name: 5}})
+    with pytest.raises(DataError, match=f"is not a whole sharded copy: its manifest does not list '{name}'"):
+        open_shards(tmp_path / "copy")
+
+
 def test_a_file_in_place_of_a_copy_is_said_so(tmp_path: Path) -> None:
     path = write_cells(tmp_path / "a.h5ad", random_counts(5, 5))
     with pytest.raises(DataError, match=r"a.h5ad is a file, and source: shards reads a folder"):

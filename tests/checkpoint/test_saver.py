@@ -21,6 +21,7 @@ from shardwise.checkpoint import CheckpointStore, Saver, load_into, load_model
 from shardwise.checkpoint import saver as saver_room
 from shardwise.checkpoint import state as state_room
 from shardwise.checkpoint import tensors as tensors_room
+from shardwise.checkpoint.inspect import condition_of_checkpoint
 from shardwise.data.manifest import NAME, entry_of, problems_of, read_manifest, write_manifest
 from shardwise.engine import checkpointing
 from shardwise.errors import CheckpointError
@@ -323,7 +324,9 @@ def test_an_index_cannot_name_files_outside_the_checkpoint(saver: Saver, tmp_pat
     (written.path / "rank-0000-000.safetensors").rename(tmp_path / "outside.safetensors")
     file.write_text(file.read_text().replace("rank-0000-000", "../../outside"))
     reseal(written.path)
-    assert problems_of(written.path) == []
+    assert condition_of_checkpoint(written.path).damage == [
+        "tensors.json is not an index of tensors: '../../outside.safetensors' is not the name of a file in the checkpoint"
+    ]
     with pytest.raises(CheckpointError, match="is not the name of a file in the checkpoint"):
         load_model(trained()[0], written.path)
 
@@ -332,11 +335,12 @@ def test_a_manifest_cannot_name_files_outside_its_folder(saver: Saver, tmp_path:
     saver.save(*trained(), 1, about(1))
     (written,) = saver.wait()
     (tmp_path / "outside").write_text("x")
+    beside = "which is not the name of a file beside it"
     files = {name: entry_of(written.path / name) for name in json.loads((written.path / NAME).read_text())["files"]}
     write_manifest(written.path, {**files, "../../outside": entry_of(tmp_path / "outside")}, {})
-    assert problems_of(written.path) == ["../../outside is missing"]
+    assert problems_of(written.path) == [f"the manifest lists '../../outside', {beside}"]
     write_manifest(written.path, {**files, "/etc/passwd": entry_of(Path("/etc/passwd"))}, {})
-    assert problems_of(written.path) == ["/etc/passwd is missing"]
+    assert problems_of(written.path) == [f"the manifest lists '/etc/passwd', {beside}"]
 
 
 def test_the_stall_is_what_training_waited_and_not_what_writing_took(saver: Saver, gate: threading.Event) -> None:

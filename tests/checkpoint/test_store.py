@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import itertools
 import math
 import os
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch import nn
 
 from shardwise.checkpoint import CheckpointStore, Saver, load_into
@@ -27,7 +27,8 @@ from shardwise.engine.state import RunState
 from shardwise.errors import CheckpointError
 from shardwise.parallel import World
 
-FILES = [NAME, "rank-0000-000.safetensors", "tensors.json"]
+INDEX, TENSORS = "tensors.json", "rank-0000-000.safetensors"
+FILES = [NAME, TENSORS, INDEX]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,8 @@ def commit(store: CheckpointStore, step: int, metric: float | None = None, conte
     aside = store.begin(step)
     for name in ("a.bin", "b.bin"):
         (aside / name).write_text(f"{content} {name}")
+    (aside / TENSORS).write_bytes(save({"w": torch.zeros(1)}))
+    (aside / INDEX).write_text(f'{{"w": {{"dtype": "F32", "shape": [1], "chunks": [[[0], [1], "{TENSORS}"]]}}}}')
     files = {file.name: entry_of(file) for file in aside.iterdir()}
     return store.commit(step, files, {"step": step, "metric": metric})
 
@@ -219,7 +222,7 @@ def test_everything_is_on_disk_before_it_is_visible(store: CheckpointStore, monk
     commit(store, 9)
     visible = events.index("rename .writing-step-00000009")
     before, after = set(events[:visible]), events[visible + 1 :]
-    assert before == {"flush a.bin", "flush b.bin", f"flush {NAME}", "flush .writing-step-00000009"}
+    assert before == {f"flush {name}" for name in ("a.bin", "b.bin", *FILES, ".writing-step-00000009")}
     assert events.index(f"flush {NAME}") < events.index("flush .writing-step-00000009")
     assert after == ["flush checkpoints"]
 
@@ -268,14 +271,14 @@ def test_what_the_manifest_does_not_name_is_no_damage(store: CheckpointStore) ->
 
 def out_of_reach(monkeypatch: pytest.MonkeyPatch, file: Path, number: int) -> None:
     """Storage does not give this file, whoever asks."""
-    real = io.open
+    real = os.open
 
     def fails(path: Any, *args: Any, **options: Any) -> Any:
         if Path(str(path)) == file:
             raise OSError(number, os.strerror(number), str(path))
         return real(path, *args, **options)
 
-    monkeypatch.setattr(io, "open", fails)
+    monkeypatch.setattr(os, "open", fails)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE], ids=errno.errorcode.get)
@@ -389,7 +392,7 @@ def test_where_all_are_damaged_there_is_none_and_all_are_named(store: Checkpoint
 def test_a_step_that_is_written_again_replaces_the_old_one(store: CheckpointStore) -> None:
     path = commit(store, 7, metric=0.5, content="again")
     assert path == store.folder / "step-00000007"
-    assert contents(path).keys() == {"a.bin", "b.bin", NAME}
+    assert contents(path).keys() == {"a.bin", "b.bin", *FILES}
     assert read_manifest(path)["about"]["metric"] == 0.5
     assert [item.name for item in store.folder.iterdir()] == ["step-00000007"]
 

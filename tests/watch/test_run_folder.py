@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -160,3 +162,82 @@ def test_a_folder_with_one_step_or_one_checkpoint_is_never_taken(tmp_path: Path,
     lay(run, {name: BEGUN[name]})
     with pytest.raises(LaunchError, match="already holds a run"):
         RunFolder(run).claim(resume=False, fresh=False, training=Training(), checkpoints=run / "checkpoints")
+
+
+# ---------------------------------------------------------------- a folder that somebody else has written
+
+
+def with_facts(folder: Path, facts: Any) -> RunFolder:
+    text = facts if isinstance(facts, str) else json.dumps(facts)
+    (folder / "run.json").write_text(text)
+    return RunFolder(folder)
+
+
+def test_the_batch_that_a_run_began_with_is_read_or_there_is_none(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path).batch_so_far() is None
+    assert with_facts(tmp_path, {"shardwise": "0.0.1"}).batch_so_far() is None
+    assert with_facts(tmp_path, {"batch": {"global": 64, "chosen_for": 2}}).batch_so_far() == (64, 2)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        "", "{", "[]", "5", "\ufeff{}", '{"batch": {}, "batch": {}}', "[" * 100_000, '{"batch": ' + "9" * 5000 + "}",
+        {"batch": []}, {"batch": {}}, {"batch": {"global": 64}}, {"batch": {"global": "64", "chosen_for": 2}},
+        {"batch": {"global": 64.0, "chosen_for": 2}}, {"batch": {"global": True, "chosen_for": 2}},
+        {"batch": {"global": -64, "chosen_for": 2}}, {"batch": {"global": 0, "chosen_for": 2}},
+        {"batch": {"global": 2**62, "chosen_for": 2}}, {"batch": {"global": float("nan"), "chosen_for": 2}},
+        {"batch": {"global": 64, "chosen_for": [2]}},
+    ],
+)  # fmt: skip
+def test_facts_that_cannot_be_right_are_one_error_that_says_what_to_do(tmp_path: Path, facts: Any) -> None:
+    """Otherwise the run would go on with another batch, without a word."""
+    with pytest.raises(LaunchError, match=r"run\.json cannot be used: .* remove it"):
+        with_facts(tmp_path, facts).batch_so_far()
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ranks/rank-0000.jsonl", "config.yaml"])
+@pytest.mark.parametrize("what", ["pipe", "folder", "sparse", "loop"])
+def test_what_is_no_log_is_refused_and_nobody_waits_for_it(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "ranks").mkdir()
+    file = tmp_path / name
+    if what == "pipe":
+        os.mkfifo(file)
+    elif what == "folder":
+        file.mkdir()
+    elif what == "loop":
+        file.symlink_to(file.name)
+    else:
+        file.touch()
+        os.truncate(file, 2**36)
+    folder = RunFolder(tmp_path)
+    asked = {"run.json": folder.batch_so_far, "metrics.jsonl": folder.metrics, "config.yaml": folder._config_before}
+    if name == "config.yaml":  # only what has changed since is told from it
+        assert asked[name]() == {}
+        return
+    with pytest.raises(LaunchError, match=file.name):
+        asked.get(name, folder.had_checkpoint)()
+
+
+def test_lines_that_a_kill_has_cut_are_passed_over(tmp_path: Path) -> None:
+    whole = ['{"step": 1, "loss": 2.0}', '{"step": 2, "loss": 1.0}', '{"step": 2, "eval": {"loss": 1.5}}']
+    odd = ["[]", '{"step": true}', '{"step": "3"}', '{"step": 1e999}', '{"st']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(whole + odd))
+    folder = RunFolder(tmp_path)
+    assert [each["step"] for each in folder.metrics()[:3]] == [1, 2, 2]
+    assert folder.evaluated_at(2) and not folder.evaluated_at(1)
+    folder.forget_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == whole[0] + "\n"
+
+
+def test_a_log_that_cannot_be_read_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def fails(*_: Any, **__: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as storage:
+        storage.setattr(os, "open", fails)
+        with pytest.raises(LaunchError, match=r"metrics\.jsonl cannot be read: Input/output error"):
+            RunFolder(tmp_path).forget_after(0)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

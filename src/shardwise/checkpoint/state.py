@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from shardwise.checkpoint.index import INDEX
+from shardwise.checkpoint.inspect import condition_of_checkpoint
 from shardwise.checkpoint.store import CheckpointStore
 from shardwise.checkpoint.tensors import (
-    INDEX,
     Agreed,
     SafeLoadPlanner,
     SafetensorsReader,
@@ -31,7 +32,7 @@ from shardwise.checkpoint.tensors import (
 from shardwise.compat.distributed import name_without_wrapper
 from shardwise.compat.quiet import quiet_pytorch
 from shardwise.config.commands import to_start_anew
-from shardwise.data.manifest import Condition, FileEntry, condition_of
+from shardwise.data.manifest import Condition, FileEntry
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.parallel import World
 
@@ -207,7 +208,7 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
     """Rank 0 lists what there is; all ranks check the files, each a part of them."""
 
     def check(folder: Path) -> Condition:
-        mine = condition_of(folder, part=(world.rank, world.size))
+        mine = condition_of_checkpoint(folder, part=(world.rank, world.size))
         damage, unreadable = zip(*world.gather((mine.damage, mine.unreadable)), strict=True)
         return Condition(_each_once(damage), _each_once(unreadable))
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.data.manifest import Condition, FileEntry, Unreadable, condition_of, flush, read_manifest, write_manifest
+from shardwise.checkpoint.inspect import condition_of_checkpoint
+from shardwise.data.manifest import Condition, FileEntry, Unreadable, flush, read_manifest, write_manifest
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"^step-(\d{8,})$")
@@ -83,16 +84,16 @@ class CheckpointStore:
                 continue
             path, metric, readable = self.folder / name, None, True
             try:
-                metric = read_manifest(path)["about"]["metric"]
+                metric = _number(read_manifest(path)["about"].get("metric"))
             except Unreadable:
                 readable = False
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 pass
             found.append(Found(path, int(match.group(1)), metric, readable))
         return sorted(found, key=lambda item: item.step)
 
     def newest_whole(
-        self, among: list[Path] | None = None, check: Check = condition_of, *, act: bool = True
+        self, among: list[Path] | None = None, check: Check = condition_of_checkpoint, *, act: bool = True
     ) -> tuple[Path | None, list[str]]:
         """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
 
@@ -122,7 +123,7 @@ class CheckpointStore:
             return f" and could not be set aside ({error.strerror})"
         return f" and set aside as {damaged.name}"
 
-    def named(self, path: Path, check: Check = condition_of, *, act: bool = True) -> tuple[Path, list[str]]:
+    def named(self, path: Path, check: Check = condition_of_checkpoint, *, act: bool = True) -> tuple[Path, list[str]]:
         """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names.
 
         With it, a sentence about each newer one that is damaged.
@@ -205,3 +206,13 @@ class CheckpointStore:
     def _free_name(self, name: str) -> Path:
         candidates = (self.folder / (name if not number else f"{name}-{number}") for number in range(10_000))
         return next(path for path in candidates if not path.exists())
+
+
+def _number(value: object) -> float | None:
+    """None: it is none, or none that a metric can be."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None

@@ -45,22 +45,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.checkpoint.index import INDEX, NAMES, TYPES, chunk_key, read_index
+from shardwise.config.plain_files import open_plain
 from shardwise.data.manifest import FileEntry
 from shardwise.errors import CheckpointError
 
-INDEX = "tensors.json"
 FILE_BYTES = 2**29
 """A rank's tensors go into files of about this size, which are written, and checked, side by side."""
 PIECE_BYTES = 2**23
 THREADS = min(4, os.cpu_count() or 1)
-
-_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""As safetensors writes them."""
-_TYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 # ---------------------------------------------------------------- out of the model
@@ -164,7 +157,7 @@ class StagingBuffer(StorageWriter):
         for item, tensor in part:
             begin, end = end, end + tensor.nbytes
             header[_key(item)] = {
-                "dtype": _NAMES[tensor.dtype],
+                "dtype": NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [begin, end],
             }
@@ -206,7 +199,7 @@ class StagingBuffer(StorageWriter):
                 self.index[name] = {"bytes": file_of[MetadataIndex(name)]}
                 continue
             self.index[name] = {
-                "dtype": _NAMES[about.properties.dtype],
+                "dtype": NAMES[about.properties.dtype],
                 "shape": list(about.size),
                 "chunks": [
                     [list(chunk.offsets), list(chunk.sizes), file_of[MetadataIndex(name, chunk.offsets)]]
@@ -234,7 +227,7 @@ def _tensor_of(data: torch.Tensor | io.BytesIO) -> torch.Tensor:
     """What is no tensor travels as the bytes that torch.save made of it."""
     if isinstance(data, io.BytesIO):
         return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
-    if data.dtype not in _NAMES:
+    if data.dtype not in NAMES:
         raise CheckpointError(f"a tensor of type {data.dtype} cannot be kept in a checkpoint")
     return data.detach()
 
@@ -256,14 +249,9 @@ def _split(staged: list[tuple[WriteItem, torch.Tensor]]) -> Iterable[list[tuple[
 def _key(item: WriteItem) -> str:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return item.index.fqn
-    return _chunk_key(
+    return chunk_key(
         item.index.fqn, item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes, item.tensor_data.size
     )
-
-
-def _chunk_key(name: str, offsets: Iterable[int], sizes: Iterable[int], whole: Iterable[int]) -> str:
-    """The name of a tensor in its file: its own, or with its place where the file has a part of it."""
-    return name if tuple(sizes) == tuple(whole) else f"{name}[{','.join(map(str, offsets))}]"
 
 
 # ---------------------------------------------------------------- to disk
@@ -322,19 +310,19 @@ class SafetensorsReader(StorageReader):
             return self._known
         known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         try:
-            for name, about in json.loads((self.folder / INDEX).read_text()).items():
-                if "bytes" in about:
-                    known[name] = BytesStorageMetadata()
-                    self._places[MetadataIndex(name)] = (_plain(about["bytes"]), name)
-                    continue
-                chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s, _ in about["chunks"]]
-                properties, whole = TensorProperties(dtype=_TYPES[about["dtype"]]), torch.Size(about["shape"])
-                known[name] = TensorStorageMetadata(properties, whole, chunks)
-                for offsets, sizes, file in about["chunks"]:
-                    key = _chunk_key(name, offsets, sizes, whole)
-                    self._places[MetadataIndex(name, offsets)] = (_plain(file), key)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.folder / INDEX} is not an index of tensors: {error!r}") from None
+            index = read_index(self.folder)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.folder / INDEX} is not an index of tensors: {error}") from None
+        for name, about in index.items():
+            if about.dtype is None:
+                known[name] = BytesStorageMetadata()
+                self._places[MetadataIndex(name)] = (about.chunks[0].file, name)
+                continue
+            chunks = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in about.chunks]
+            properties, whole = TensorProperties(dtype=TYPES[about.dtype]), torch.Size(about.shape)
+            known[name] = TensorStorageMetadata(properties, whole, chunks)
+            for each in about.chunks:
+                self._places[MetadataIndex(name, each.offsets)] = (each.file, about.key_of(name, each))
         self._known = Metadata(known)
         return self._known
 
@@ -344,10 +332,10 @@ class SafetensorsReader(StorageReader):
             by_file[self._places[item.storage_index][0]].append(item)
         for file, items in by_file.items():
             try:
-                with safe_open(self.folder / file, framework="pt") as tensors:
+                with open_plain(self.folder / file) as opened, _safe_open(opened, self.folder / file) as tensors:
                     for item in items:
                         self._read(tensors, item, planner)
-            except SafetensorError as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(f"{self.folder / file}: {error}") from None
         done: Future[None] = Future()
         done.set_result(None)
@@ -381,6 +369,13 @@ class SafetensorsReader(StorageReader):
         return True
 
 
+def _safe_open(opened: io.FileIO, file: Path) -> Any:
+    """What was opened, and not what its name stands for by now. safetensors takes names only: where the system has none for
+    what is open (all but Linux), it opens the file again."""
+    same = Path(f"/proc/self/fd/{opened.fileno()}")
+    return safe_open(same if same.exists() else file, framework="pt")
+
+
 class SafeLoadPlanner(DefaultLoadPlanner):
     """As PyTorch's own, but what is no tensor is read by an unpickler that knows plain data only."""
 
@@ -390,10 +385,3 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         for key in way:
             holder = holder[key]
         holder[last] = torch.load(value, weights_only=True)
-
-
-def _plain(name: str) -> str:
-    """A file beside the index, and nowhere else."""
-    if not isinstance(name, str) or Path(name).name != name:
-        raise ValueError(f"{name!r} is not the name of a file in the checkpoint")
-    return name

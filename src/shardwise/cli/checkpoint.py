@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in {
         "list": "what there is: step, metric, size, time; which is the best and which would be resumed",
-        "verify": "compare every file with its checksum; exit code 1 if one is damaged. Nothing is changed",
+        "verify": "compare every file with its checksum, and what the files hold with the index; exit code 1 if one is damaged. "
+        "Nothing is changed",
         "repair": "set damaged ones aside and clear away what was never finished, so that the newest whole one counts",
     }.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -53,7 +54,7 @@ def _list(store: CheckpointStore) -> int:
     every = store.every()
     show(f"{'step':>10}  {'epoch':>5}  {'metric':>10}  {'size':>10}  written")
     for found in every:
-        size = f"{sum(file.stat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
+        size = f"{sum(file.lstat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
         try:
             epoch = str(RunState.of_checkpoint(found.path).cursor.epoch)
@@ -69,19 +70,20 @@ def _list(store: CheckpointStore) -> int:
 
 def _verify(store: CheckpointStore, repair: str) -> int:
     """`repair`: the command that does it."""
-    from shardwise.data.manifest import condition_of, surplus_in
+    from shardwise.checkpoint.inspect import condition_of_checkpoint
+    from shardwise.data.manifest import surplus_in
 
     damaged: list[Found] = []
     unread: list[Found] = []
     for found in store.every():
         began = time.perf_counter()
-        condition = condition_of(found.path)
+        condition = condition_of_checkpoint(found.path)
         seconds = time.perf_counter() - began
         if condition.problems:
             show(f"{found.path}: {'; '.join(condition.problems)}")
             (unread if condition.unreadable else damaged).append(found)
             continue
-        size = sum(file.stat().st_size for file in found.path.iterdir()) / 2**20
+        size = sum(file.lstat().st_size for file in found.path.iterdir()) / 2**20
         show(f"{found.path}: whole ({size:.1f} MiB in {seconds:.1f} s)")
         for name in surplus_in(found.path):
             show(f"  note: {name} does not belong to it, and does no harm")

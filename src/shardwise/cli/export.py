@@ -91,15 +91,14 @@ def _umask() -> int:
 
 def _config(folder: Path, target: Path, trusted: str | None, overrides: Sequence[str]) -> Config:
     """The run's config; where its task is code of the user's own, the one that the user names."""
-    import yaml
-
     from shardwise.config import load_config
     from shardwise.config.commands import command
-    from shardwise.errors import ShardwiseError
+    from shardwise.config.yaml_lines import read_file, read_yaml
+    from shardwise.errors import ConfigError, ShardwiseError
 
     try:
-        task = yaml.safe_load((folder / "config.yaml").read_text())["task"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        task = read_yaml(read_file(folder / "config.yaml"), "it").values["task"]
+    except (ConfigError, KeyError, TypeError) as error:
         raise ShardwiseError(f"{folder / 'config.yaml'} is not the config of a run: {error}") from None
     if trusted is not None:
         config = load_config(trusted, overrides)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import yaml
-
 from shardwise.config.secrets import without_secrets
+from shardwise.config.yaml_reader import is_read_as_text
 
 NAME = "shardwise"
 RESUME, FRESH = "--resume", "--fresh"
@@ -56,7 +55,7 @@ def overriding(*changes: str) -> list[str]:
 
 def yaml_text(text: str) -> str:
     """As a value of YAML: quoted where it would be read as something else, or would end before its end."""
-    plain = re.fullmatch(r"[\w./-]+", text) is not None and yaml.safe_load(text) == text  # not: no, 12, null
+    plain = re.fullmatch(r"[\w./-]+", text) is not None and is_read_as_text(text)  # not: no, 12, null
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 

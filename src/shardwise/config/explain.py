@@ -12,20 +12,25 @@ from pydantic_core import ErrorDetails
 
 from shardwise.config.yaml_lines import Document, KeyPath
 
+MOST_DETAILS = 20
+"""Of an error: a list that should be a number has a mistake in each of its values."""
+
 
 def explain(error: ValidationError, schema: type[BaseModel], document: Document, where: str) -> str:
     # A union reports a mistake once per member: they become one message with what each of them allows.
     allowed: dict[tuple[int, str], list[str]] = {}
-    for detail in error.errors():
+    for detail in error.errors()[:MOST_DETAILS]:
         path = _real_keys(detail["loc"], document.values)
-        message = f"{_place(document, path, where)}: {_describe(detail, path, schema)}"
+        message = f"{_place(document, path, where)}: {_describe(detail, path, schema, document.written_at(path))}"
         what, _, choices = message.partition(_ALLOWED)
         options = allowed.setdefault((document.line_of(path) or 0, what), [])
         if choices and choices not in options:
             options.append(choices)
     lines = sorted(allowed, key=lambda key: key[0])
+    more = error.error_count() - MOST_DETAILS
     return "\n".join(
-        what + (_ALLOWED + ", or ".join(allowed[line, what]) if allowed[line, what] else "") for line, what in lines
+        [what + (_ALLOWED + ", or ".join(allowed[line, what]) if allowed[line, what] else "") for line, what in lines]
+        + ([f"{where}: and {more} more"] if more > 0 else [])
     )
 
 
@@ -39,7 +44,8 @@ def _place(document: Document, path: KeyPath, where: str) -> str:
     return f"{where}, line {line}" if line else where
 
 
-def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> str:
+def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel], written: str | None) -> str:
+    """`written`: what stands there, where YAML reads it as something else."""
     key, value, kind, ctx = _dotted(path), detail["input"], detail["type"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return f"{key} is not a key that shardwise knows (value {_short(value)}).{_nearest(path, schema)}"
@@ -49,7 +55,12 @@ def _describe(detail: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> s
         return f"{key}: a key must be text; put it in quotes"
     if kind == "value_error":
         return f"{key + ': ' if key else ''}{ctx['error']}"
-    return f"{key}: {_short(value)} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
+    if written is not None:
+        read = str(value).lower() if isinstance(value, bool) else "a date"
+        shown = f"{written}, which YAML reads as {read} (in quotes it is a text),"
+    else:
+        shown = _short(value)
+    return f"{key}: {shown} is not allowed. {_allowed(kind, ctx, detail['msg'])}"
 
 
 def _allowed(kind: str, ctx: dict[str, Any], message: str) -> str:

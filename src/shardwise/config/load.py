@@ -16,7 +16,7 @@ from shardwise.config.explain import explain
 from shardwise.config.hub import use_fetched
 from shardwise.config.registry import BUILT_IN, known, load, lookup, nearest
 from shardwise.config.schema import Block, Config, DataBlock, Training
-from shardwise.config.yaml_lines import Document, read_value, read_yaml
+from shardwise.config.yaml_lines import Document, read_file, read_value, read_yaml
 from shardwise.errors import ConfigError
 
 OWN = "own"
@@ -30,11 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         near = sorted(str(other) for other in file.parent.glob("*.y*ml")) if file.parent.is_dir() else []
         hint = f" In that folder: {', '.join(near[:5])}." if near else ""
         raise ConfigError(f"there is no config file {file}.{hint}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} is not a text file") from None
-    config = parse_config(text, overrides, where=str(file), name=file.stem, beside=file.resolve().parent)
+    config = parse_config(read_file(file), overrides, where=str(file), name=file.stem, beside=file.resolve().parent)
     return config.read_from(ConfigSource(str(file), tuple(overrides)))
 
 
@@ -228,8 +224,6 @@ def _apply_override(document: Document, override: str) -> None:
         place = place[name]
         if not isinstance(place, dict):
             raise ConfigError(f"--set {override}: {name!r} is a value, not a block: it has no keys below it")
-    place[last] = read_value(value, f"--set {override}")
-    # The lines of the file no longer say where this value, or anything in it, came from.
-    changed = (*parents, last)
-    document.lines = {path: line for path, line in document.lines.items() if path[: len(changed)] != changed}
-    document.lines[changed] = 0
+    new = read_value(value, f"--set {override}")
+    place[last] = new.values
+    document.replace((*parents, last), new)

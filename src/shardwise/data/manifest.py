@@ -3,17 +3,32 @@ and its own. Without it, nothing is loaded."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-import stat
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.plain_files import (
+    MOST_LEVELS,
+    NotPlain,
+    is_count,
+    open_plain,
+    parse_json,
+    plain_size,
+    read_plain,
+)
+
 NAME = "manifest.json"
 VERSION = 1
+MOST_BYTES = 2**24
+"""Of a manifest: a hundred thousand files."""
+_FILE_NAME = re.compile(r"\w[\w.-]{0,200}", re.ASCII)
+_SEAL = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}\Z')
 
 
 @dataclass(frozen=True)
@@ -41,8 +56,10 @@ class Unreadable(ValueError):
 
 
 def entry_of(file: Path) -> FileEntry:
-    with file.open("rb") as stream:
-        return FileEntry(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
+    """ValueError: it is no regular file."""
+    with open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        return FileEntry(size, hashlib.file_digest(stream, "sha256").hexdigest())
 
 
 def write_manifest(folder: Path, files: dict[str, FileEntry], about: dict[str, Any]) -> None:
@@ -52,28 +69,60 @@ def write_manifest(folder: Path, files: dict[str, FileEntry], about: dict[str, A
         "about": about,
         "files": {name: asdict(entry) for name, entry in sorted(files.items())},
     }
-    file = folder / NAME
-    file.write_text(_sealed(content))
+    file, text = folder / NAME, _sealed(content)
+    if len(text) > MOST_BYTES:  # said while the files are still there, and not when they are needed
+        raise OSError(errno.EFBIG, f"a manifest of {len(text)} bytes is larger than any that is read", str(file))
+    file.write_text(text)
     flush(file)
     flush(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of a manifest; ValueError says what is wrong with it."""
+    """The content of a manifest; ValueError says what is wrong with it. Whoever wrote it, its types and names are right."""
     try:
-        text = (folder / NAME).read_text()
-        content = json.loads(text)
+        data = read_plain(folder / NAME, MOST_BYTES)
+        content = parse_json(data, MOST_LEVELS)
     except FileNotFoundError:
         raise ValueError("there is no manifest, so it was never finished") from None
-    except (NotADirectoryError, IsADirectoryError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (NotADirectoryError, ValueError) as error:
         raise ValueError(f"the manifest cannot be read: {error}") from None
     except OSError as error:
         raise Unreadable(f"the manifest cannot be read: {error.strerror}") from None
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"the manifest is not of version {VERSION}")
-    if text != _sealed({key: value for key, value in content.items() if key != "sha256"}):
+    if not _is_sealed(data):
         raise ValueError("the manifest has changed: its checksum does not match")
+    _check_content(content)
     return content
+
+
+def _check_content(content: dict[str, Any]) -> None:
+    """The checksum has no key: a manifest that passes it may have been written by anybody."""
+    files, about = content.get("files"), content.get("about")
+    if not isinstance(files, dict) or not isinstance(about, dict):
+        raise ValueError("the manifest has no list of files")
+    if not files:
+        raise ValueError("the manifest lists no files")
+    for name, entry in files.items():
+        if not is_file_name(name):
+            raise ValueError(f"the manifest lists {name!r:.80}, which is not the name of a file beside it")
+        if not isinstance(entry, dict) or not is_count(entry.get("size")) or not _is_digest(entry.get("sha256")):
+            raise ValueError(f"the manifest does not have size and checksum of {name}")
+
+
+def is_file_name(value: Any) -> bool:
+    """Of a file beside the manifest, and nowhere else."""
+    return isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
+def _is_sealed(data: bytes) -> bool:
+    """Whether the text is one that `_sealed` makes: it is compared as it stands, before anything in it is believed."""
+    seal = _SEAL.search(data, max(0, len(data) - 100))
+    return seal is not None and hashlib.sha256(data[: seal.start()] + b"\n}").hexdigest() == seal[1].decode()
 
 
 def _sealed(content: dict[str, Any]) -> str:
@@ -97,7 +146,7 @@ def condition_of(folder: Path, *, contents: bool = True, part: tuple[int, int] =
         files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
     except Unreadable as error:
         return Condition([], [str(error)])
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         return Condition([str(error)], [])
     number, of = part
     damage, unreadable = [], []
@@ -111,15 +160,15 @@ def condition_of(folder: Path, *, contents: bool = True, part: tuple[int, int] =
     def damage_of(name: str, entry: dict[str, Any], mine: bool) -> str | None:
         file = folder / name
         try:
-            about = file.stat()
+            size = plain_size(file)
+            if size != entry["size"]:
+                return f"{name} has {size} bytes instead of {entry['size']}"
+            if contents and mine and entry_of(file).sha256 != entry["sha256"]:
+                return f"{name} has changed: its checksum does not match"
         except (FileNotFoundError, NotADirectoryError):
-            about = None
-        if about is None or file.parent != folder or not stat.S_ISREG(about.st_mode):
             return f"{name} is missing"
-        if about.st_size != entry["size"]:
-            return f"{name} has {about.st_size} bytes instead of {entry['size']}"
-        if contents and mine and entry_of(file).sha256 != entry["sha256"]:
-            return f"{name} has changed: its checksum does not match"
+        except NotPlain as error:
+            return str(error)
         return None
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # a checksum lets other threads run

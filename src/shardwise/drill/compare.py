@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint import CheckpointStore
-from shardwise.data.manifest import problems_of, read_manifest
+from shardwise.checkpoint.inspect import condition_of_checkpoint
+from shardwise.data.manifest import read_manifest
 
 Records = Sequence[dict[str, Any]]
 
@@ -27,7 +28,7 @@ def _weights(whole: Path, torn: Path) -> list[str]:
     expected, found = newest[0][-1], newest[1][-1]
     if expected.step != found.step:
         return [f"the run ended at step {found.step} instead of {expected.step}"]
-    if problems := problems_of(found.path):
+    if problems := condition_of_checkpoint(found.path).problems:
         return [f"the last checkpoint is damaged: {'; '.join(problems)}"]
     files, others = (read_manifest(each.path)["files"] for each in (expected, found))
     different = sorted(name for name in files.keys() | others.keys() if files.get(name) != others.get(name))

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from torch.distributed.tensor import DTensor
 
 from shardwise.compat.tensors import tree_leaves, tree_map_only
 from shardwise.config import Config, with_batch_size
+from shardwise.config.yaml_lines import read_file, read_yaml
 from shardwise.data import GlobalOrder, Reader
 from shardwise.data.seeding import generators_kept
 from shardwise.engine.batch_plan import BatchPlan
@@ -76,8 +76,9 @@ def found_before(config: Config) -> Config:
     if config.training.batch_size != "auto":
         return config
     try:
-        size = yaml.safe_load((Path(config.run_folder) / "config.yaml").read_text())["training"]["batch_size"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        before = read_yaml(read_file(Path(config.run_folder) / "config.yaml"), "it").values
+        size = before["training"]["batch_size"]
+    except (ConfigError, KeyError, TypeError):
         return config
     return with_batch_size(config, size) if isinstance(size, int) and size > 0 else config
 

@@ -327,7 +327,7 @@ class Monitor(Observer):
                 self.before = self.before or record["eval"]
                 self.after = record["eval"]
             elif self.first_loss is None:
-                self.first_loss = record["loss"]
+                self.first_loss = record.get("loss")
 
     def _facts(self) -> dict[str, Any]:
         session, batching = self.session, self.session.batching

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.data import Cursor, StepBatch
 from shardwise.data.manifest import read_manifest
@@ -75,13 +77,47 @@ class RunState:
         try:
             values = dict(read_manifest(folder)["about"])
             values.setdefault("skipped_batches", values.pop("left_out", []))  # its name in version 0.1.0
-            values["skipped_batches"] = [(int(epoch), int(before)) for epoch, before in values["skipped_batches"]]
-            values["recent_losses"] = LossHistory(values.get("recent_losses", ()))
-            return cls(**{**values, "cursor": Cursor(**values["cursor"])})
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"checkpoint {folder} was not written by this version of shardwise: {error}"
-            ) from None
+            plain = _Plain.model_validate(values).model_dump(exclude_unset=True)
+            plain["skipped_batches"] = [(epoch, before) for epoch, before in plain["skipped_batches"]]
+            plain["recent_losses"] = LossHistory(plain.get("recent_losses", ()))
+            return cls(**{**plain, "cursor": Cursor(**plain["cursor"])})
+        except ValueError as error:
+            said = _first_of(error) if isinstance(error, ValidationError) else str(error)
+            raise CheckpointError(f"checkpoint {folder} was not written by this version of shardwise: {said}") from None
+
+
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+class _PlainCursor(BaseModel):
+    model_config = _STRICT
+    epoch: _Count
+    consumed: _Count
+
+
+class _Plain(BaseModel):
+    """RunState as JSON knows it. What a checkpoint says is not believed before its types are right."""
+
+    model_config = _STRICT
+    step: _Count
+    cursor: _PlainCursor
+    skipped_batches: list[Annotated[list[_Count], Field(min_length=2, max_length=2)]]
+    skipped_steps: _Count = 0
+    metric: float | None = None
+    best_metric: float | None = None
+    scaler: dict[str, int | float] = {}
+    recent_losses: list[float] = []
+    global_batch: _Count = 0
+    samples: _Count = 0
+    seed: _Count = 0
+    order: str = ""
+    labels: list[str] = []
+
+
+def _first_of(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc'])!r:.80}: {first['msg']:.120}"
 
 
 def position_of(batch: StepBatch, samples: int) -> Position:

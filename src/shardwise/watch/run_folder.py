@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import os
 import platform
 import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-import yaml
 
 import shardwise
 from shardwise.config import Config, Training
 from shardwise.config.commands import FRESH, RESUME, twice_as_long, user_command
+from shardwise.config.plain_files import MOST_LEVELS, is_count, open_plain, parse_json, read_plain
 from shardwise.config.secrets import without_secrets
-from shardwise.errors import LaunchError
+from shardwise.config.yaml_lines import read_file, read_yaml
+from shardwise.config.yaml_reader import write_yaml
+from shardwise.errors import ConfigError, LaunchError
 from shardwise.watch.lock import LOCK, lock_folder, unlock
 from shardwise.watch.run_key import NAME as KEY
 
 log = logging.getLogger(__name__)
 
+MOST_FACTS = 2**20
+"""Bytes of run.json, and of a line of a log."""
+MOST_LOG = 2**30
+MOST_BATCH = 2**40
 _CHECKPOINT = re.compile(r"(\.replaced-|damaged-)?step-\d{8,}(-\d+)?")
 """Folders that hold a checkpoint of this run, or what is left of one. A superseded one is of a run before it."""
 
@@ -100,11 +109,11 @@ class RunFolder:
     def _has_begun(self, checkpoints: Path | None) -> bool:
         """Whether the run that lies here has made a step or put a checkpoint in place: of its first step, every rank tells."""
         for file in (self.metrics_file, *(self.path / "ranks").glob("rank-*.jsonl")):
-            if file.exists() and any(_is_progress(line) for line in file.read_text().splitlines()):
+            if any(_is_progress(line) for line in _lines(file)):
                 return True
         before = self._config_before().get("training")
         elsewhere = before.get("checkpoint_dir") if isinstance(before, dict) else None
-        folders = [self.path / "checkpoints", checkpoints, Path(elsewhere) if elsewhere else None]
+        folders = [self.path / "checkpoints", checkpoints, Path(elsewhere) if isinstance(elsewhere, str) else None]
         return any(
             _CHECKPOINT.fullmatch(each.name)
             for folder in folders
@@ -128,32 +137,43 @@ class RunFolder:
     def _steps_if_finished(self) -> int | None:
         """How many the run has made, if those are all."""
         try:
-            total = int(json.loads((self.path / "run.json").read_text())["total_steps"])
-            made = max(int(record["step"]) for record in self.metrics())
-        except (OSError, ValueError, KeyError, TypeError):
+            total = (self._facts() or {}).get("total_steps")
+        except LaunchError:
             return None
-        return made if made >= total else None
+        made = max((_step_in(record) for record in self.metrics()), default=0)
+        return made if is_count(total) and 0 < total <= made else None
 
     def _config_before(self) -> dict[str, Any]:
         """Of the run that lies here, as it was written down."""
         try:
-            values = yaml.safe_load((self.path / "config.yaml").read_text())
-        except (OSError, ValueError, yaml.YAMLError):
+            values = read_yaml(read_file(self.path / "config.yaml"), "it").values
+        except ConfigError:
             return {}
         return values if isinstance(values, dict) else {}
 
+    def _facts(self) -> dict[str, Any] | None:
+        """What the run that lies here has written of itself; None: nothing."""
+        try:
+            facts = parse_json(read_plain(self.path / "run.json", MOST_FACTS), MOST_LEVELS)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise self._cannot_be_believed(str(error)) from None
+        if not isinstance(facts, dict):
+            raise self._cannot_be_believed("it is not a block of facts")
+        return facts
+
+    def _cannot_be_believed(self, why: str) -> LaunchError:
+        file = self.path / "run.json"
+        return LaunchError(
+            f"{file} cannot be used: {why}. It says with which global batch the run began. Put it back as it was, or "
+            "remove it: then the run goes on with the batch that the config says"
+        )
+
     def had_checkpoint(self) -> int | None:
         """The step of the newest checkpoint that this run has put in place, as its own log has it."""
-        try:
-            lines = (self.path / "ranks" / "rank-0000.jsonl").read_text().splitlines()
-        except OSError:
-            return None
-        steps = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a line cut off by a kill
-                record = json.loads(line)
-                if "checkpoint" in record and not record.get("problem"):
-                    steps.append(int(record["step"]))
+        records = (_record(line) for line in _lines(self.path / "ranks" / "rank-0000.jsonl"))
+        steps = [_step_in(each) for each in records if "checkpoint" in each and not each.get("problem")]
         return max(steps, default=None)
 
     def abandon(self) -> None:
@@ -184,14 +204,17 @@ class RunFolder:
 
     def batch_so_far(self) -> tuple[int, int] | None:
         """The global batch of the run in this folder, and the number of devices it was chosen for."""
-        try:
-            batch = json.loads((self.path / "run.json").read_text())["batch"]
-            return int(batch["global"]), int(batch["chosen_for"])
-        except (OSError, ValueError, KeyError, TypeError):
+        batch = (self._facts() or {}).get("batch")
+        if batch is None:
             return None
+        known = batch if isinstance(batch, dict) else {}
+        size, devices = known.get("global"), known.get("chosen_for")
+        if not is_count(size) or not is_count(devices) or not (0 < size < MOST_BATCH and 0 < devices < MOST_BATCH):
+            raise self._cannot_be_believed("it does not say that batch, and for how many devices it was chosen")
+        return size, devices
 
     def evaluated_at(self, step: int) -> bool:
-        return any("eval" in record and record["step"] == step for record in self.metrics())
+        return any("eval" in record and record.get("step") == step for record in self.metrics())
 
     def describe(self, config: Config, facts: dict[str, Any]) -> None:
         _replace(self.path / "config.yaml", dump_config(config))
@@ -216,16 +239,15 @@ class RunFolder:
                 self._streams.pop(file).close()
             if not file.exists():
                 continue
-            kept = [line for line in file.read_text().splitlines() if _step_of(line) <= step]
             try:
+                kept = [line for line in _lines(file) if _step_of(line) <= step]
                 _replace(file, "".join(f"{line}\n" for line in kept))
             except OSError as error:
                 log.warning("%s cannot be written: %s; it has some steps twice now", file, error.strerror)
 
     def metrics(self) -> list[dict[str, Any]]:
-        if not self.metrics_file.exists():
-            return []
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+        """Of every line that is whole: a kill may have cut the last one off."""
+        return [record for line in _lines(self.metrics_file) if (record := _record(line))]
 
     def add_metrics(self, record: dict[str, Any]) -> None:
         self._append(self.metrics_file, record)
@@ -270,7 +292,37 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def dump_config(config: Config) -> str:
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return write_yaml(config.model_dump(mode="json"))
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Of a run's log; none where there is none."""
+    try:
+        with open_plain(file, follow=True) as opened, io.BufferedReader(opened) as stream:
+            if os.fstat(stream.fileno()).st_size > MOST_LOG:
+                raise ValueError(f"it has more than {MOST_LOG} bytes")
+            while line := stream.readline(MOST_FACTS):
+                yield line.decode(errors="replace").rstrip("\r\n")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise LaunchError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise LaunchError(f"{file} is no log of a run: {error}") from None
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Of a run's log; empty where a kill has cut it off."""
+    try:
+        record = parse_json(line.encode(), MOST_LEVELS)
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _step_in(record: dict[str, Any]) -> int:
+    step = record.get("step")
+    return step if is_count(step) else 0
 
 
 def _has_key_alone(folder: Path) -> bool:
@@ -280,11 +332,8 @@ def _has_key_alone(folder: Path) -> bool:
 
 def _is_progress(line: str) -> bool:
     """Whether a line of a run's log tells of a step, or of a checkpoint, of which there may be one before the first step."""
-    try:
-        record = json.loads(line)
-        return int(record["step"]) > 0 or ("checkpoint" in record and not record.get("problem"))
-    except (ValueError, KeyError, TypeError):
-        return False
+    record = _record(line)
+    return _step_in(record) > 0 or ("checkpoint" in record and not record.get("problem"))
 
 
 def unused_folder(path: Path) -> Path:
@@ -294,7 +343,5 @@ def unused_folder(path: Path) -> Path:
 
 
 def _step_of(line: str) -> int:
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-        return sys.maxsize  # a line cut off by a kill
+    step = _record(line).get("step")
+    return step if is_count(step) else sys.maxsize  # a line cut off by a kill

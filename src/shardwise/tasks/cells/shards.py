@@ -151,6 +151,8 @@ def open_shards(folder: Path) -> ShardedCopy:
         raise DataError(f"{folder} does not hold cells but {about.get('kind')!r}")
     check_format(folder, about)
     shards = about["shards"]
+    if unlisted := {name for part in ("train", "valid") for name in shards[part]} - manifest["files"].keys():
+        raise DataError(f"{folder} is not a whole sharded copy: its manifest does not list {sorted(unlisted)[0]!r:.80}")
     origin = f"sharded copy {manifest['sha256'][:12]}"
     training, validation = (
         ShardFiles(
