@@ -31,6 +31,10 @@ class CheckpointError(ShardwiseError):
     """A checkpoint is missing, damaged or of another run."""
 
 
+class StorageLost(CheckpointError):
+    """A folder that the run writes to was deleted, moved or unmounted under it."""
+
+
 class NonFiniteError(ShardwiseError):
     """The loss or the gradient is no longer a number."""
 

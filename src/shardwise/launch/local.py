@@ -145,6 +145,10 @@ def _error(agent: Agent) -> LaunchError:
             # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
             return LaunchError(error.message)
         return LaunchError(f"rank {error.rank} failed:\n{error.trace}{_because(agent)}")
+    if agent.lost:
+        return LaunchError(
+            f"{verdict.sentence}, and {agent.lost}. Bring it back to where it was, and go on with --resume auto"
+        )
     return LaunchError(
         f"{verdict.sentence}{_because(agent)}.\n  Go on from the last checkpoint:  {user_command(RESUME, 'auto')}"
     )
