@@ -229,8 +229,8 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
 
     def check(folder: Path) -> Condition:
         mine = condition_of(folder, part=(world.rank, world.size))
-        damage, unreadable = zip(*world.gather((mine.damage, mine.unreadable)), strict=True)
-        return Condition(_each_once(damage), _each_once(unreadable))
+        damage, unreadable, newer = zip(*world.gather((mine.damage, mine.unreadable, mine.newer)), strict=True)
+        return Condition(_each_once(damage), _each_once(unreadable), max(newer))
 
     try:
         path, complaints = _look_for(which, store, world, check)

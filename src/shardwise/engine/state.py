@@ -77,6 +77,11 @@ class RunState:
             values.setdefault("skipped_batches", values.pop("left_out", []))  # its name in version 0.1.0
             values["skipped_batches"] = [(int(epoch), int(before)) for epoch, before in values["skipped_batches"]]
             values["recent_losses"] = LossHistory(values.get("recent_losses", ()))
+            if unknown := values.keys() - {each.name for each in fields(cls)}:
+                raise ValueError(
+                    f"it holds {', '.join(sorted(unknown))}, which a newer one may know. Update shardwise, or name an earlier "
+                    "checkpoint by its path"
+                )
             return cls(**{**values, "cursor": Cursor(**values["cursor"])})
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
