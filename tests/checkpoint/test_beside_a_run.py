@@ -83,7 +83,9 @@ def test_where_each_vanishes_there_is_one_clear_error(
         shutil.rmtree(checkpoint)
 
     tried = exporting(monkeypatch, meanwhile)
-    with pytest.raises(CheckpointError, match=r"step-00000070, and 4 before it, were removed while they were read: the run"):
+    with pytest.raises(
+        CheckpointError, match=r"step-00000070, and 4 before it, were removed while they were read: the run"
+    ):
         export_to(store, tmp_path / "model")
     assert len(tried) == 5
 

@@ -133,8 +133,10 @@ def test_repair_leaves_it_even_where_a_commit_was_interrupted(
 def test_list_verify_and_repair_name_it(newest: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(newest.folder)
     assert main(["checkpoint", "list", str(newest.folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[3].endswith(
-        "a newer shardwise wrote it: manifest version 2, known here up to 1; left as it is"
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[3]
+        .endswith("a newer shardwise wrote it: manifest version 2, known here up to 1; left as it is")
     )
     assert main(["checkpoint", "verify", str(newest.folder)]) == 1
     said = capsys.readouterr()

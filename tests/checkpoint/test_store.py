@@ -407,7 +407,7 @@ def test_a_store_whose_folder_is_not_there_has_no_checkpoints(tmp_path: Path) ->
     store = CheckpointStore(tmp_path / "nowhere")
     assert store.every() == []
     assert store.newest_whole() == (None, [])
-    with pytest.raises(CheckpointError, match="there is no checkpoint .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*nowhere"):
         store.best_whole("min")
 
 

@@ -93,7 +93,11 @@ def test_where_all_are_damaged_it_stops_names_each_and_changes_nothing_until_tol
         done = shardwise(work, "train", "ragged.yaml", "--resume", "auto", *LONGER)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         assert done.stderr.startswith("error: there are checkpoints in runs/ragged/checkpoints, and none can be used")
-        for step, why in ((2, "there is no manifest"), (4, "tensors.json has 0 bytes"), (6, "has changed: its checksum")):
+        for step, why in (
+            (2, "there is no manifest"),
+            (4, "tensors.json has 0 bytes"),
+            (6, "has changed: its checksum"),
+        ):
             assert f"step-0000000{step} is damaged: " in done.stderr and why in done.stderr
         assert contents(checkpoints(work)) == before
         assert [step for step, *_ in curve(work)] == [1, 2, 3, 4, 5, 6]
@@ -134,8 +138,8 @@ def test_one_of_a_newer_version_stops_it_unless_an_earlier_one_is_named(work: Pa
         assert "Update shardwise, or name an earlier checkpoint by its path" in done.stderr
         assert contents(checkpoints(work)) == before, command
     earlier = str(checkpoints(work) / "step-00000004")
-    done = shardwise(work, "train", "ragged.yaml", "--resume", earlier, *LONGER, "--set", "task=tests.cli.test_never_from_zero:Harmed",
-                     "--max-restarts", "1", HARM="3:nothing")  # fmt: skip
+    harmed = ("--set", "task=tests.cli.test_never_from_zero:Harmed", "--max-restarts", "1")
+    done = shardwise(work, "train", "ragged.yaml", "--resume", earlier, *LONGER, *harmed, HARM="3:nothing")
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 1: going on from step 6" in done.stderr
     assert names(work) == [f"step-0000000{step}" for step in (2, 4, 6, 8)] + ["superseded-step-00000006"]
@@ -212,9 +216,8 @@ def test_a_plain_start_does_not_set_one_of_a_newer_version_aside(tmp_path: Path,
 def test_export_changes_nothing_and_says_what_it_passed_over(work: Path) -> None:
     (checkpoints(work) / "step-00000006" / "tensors.json").write_text("")
     before = contents(checkpoints(work))
-    (work / "runs" / "ragged" / "config.yaml").write_text(
-        (work / "runs" / "ragged" / "config.yaml").read_text().replace("tests.tasks:Ragged", "tests.cli.test_never_from_zero:Sent")
-    )
+    written = work / "runs" / "ragged" / "config.yaml"
+    written.write_text(written.read_text().replace("tests.tasks:Ragged", "tests.cli.test_never_from_zero:Sent"))
     (work / "ragged.yaml").write_text(CONFIG.replace("tests.tasks:Ragged", "tests.cli.test_never_from_zero:Sent"))
     done = shardwise(work, "export", "runs/ragged", "--to", "model", "--config", "ragged.yaml", "--checkpoint", "last")
     assert done.returncode == 0, done.stderr
