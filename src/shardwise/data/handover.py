@@ -6,10 +6,12 @@ waits for it for ever (torch 2.13). So they are put there before.
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
+import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +25,8 @@ from shardwise.errors import MORE_SHARED_MEMORY, SHARED_MEMORY, DataError, NoRoo
 log = logging.getLogger(__name__)
 
 WITHOUT_WORKERS = "read without workers: data.num_workers: 0"
+KEPT_FREE = 2**20
+"""Bytes of shared memory."""
 FEWER = "lower data.num_workers or data.prefetch_factor"
 
 
@@ -39,12 +43,26 @@ def hand_over(batch: Any) -> Any:
     packed = bundle(batch)
     if get_worker_info() is None:
         return packed
+    tensors = list(_tensors_in(packed))
+    if not _takes(sum(tensor.nbytes for tensor in tensors)):
+        return ByPipe(pickle.dumps(packed), os.strerror(errno.ENOSPC))
     try:
-        _share(packed)
+        for tensor in tensors:
+            tensor.share_memory_()
     except (RuntimeError, OSError) as error:
-        if "shared memory" in str(error):  # no room, or too many of them open
+        if "shared memory" in str(error):  # no room after all, or too many of them open
             return ByPipe(pickle.dumps(packed), one_line(error).rpartition(": ")[2])
     return packed
+
+
+def _takes(size: int) -> bool:
+    """Whether there is room for so many bytes, and a little is left over: workers that start later are spoken to by it."""
+    try:
+        about = os.statvfs(SHARED_MEMORY)
+    except OSError:  # this machine has it elsewhere
+        return True
+    kept = min(KEPT_FREE, about.f_blocks * about.f_frsize // 4)
+    return size + kept <= about.f_bavail * about.f_frsize
 
 
 def take_over(handed: Any) -> Any:
@@ -73,17 +91,14 @@ def require_room_for_workers(count: int) -> None:
         raise NoRoom.in_shared_memory(f"for {count} loader worker(s)", WITHOUT_WORKERS) from None
 
 
-def _share(batch: Any) -> None:
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        batch.share_memory_()
+        yield batch
     elif isinstance(batch, TensorBundle):
-        batch.buffer.share_memory_()
-    elif isinstance(batch, Mapping):
-        for each in batch.values():
-            _share(each)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for each in batch:
-            _share(each)
+        yield batch.buffer
+    elif isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes):
+        for each in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(each)
 
 
 @cache

@@ -45,8 +45,10 @@ def no_room_for_temporary_files(error: OSError) -> NoRoom:
 
 def _require_room(folder: Path) -> None:
     file = folder / "room"
-    file.write_bytes(bytes(ROOM))
-    file.unlink()
+    try:
+        file.write_bytes(bytes(ROOM))
+    finally:
+        file.unlink(missing_ok=True)
 
 
 @contextmanager
