@@ -319,7 +319,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_does_not_begin_anew(
 ) -> None:
     model = nn.Linear(3, 2)
     out_of_reach(monkeypatch, store.folder / "step-00000007" / "tensors.json", errno.EIO)
-    with pytest.raises(CheckpointError, match="none can be read now"):
+    with pytest.raises(CheckpointError, match=r"none can be used, so the run does not go on(.|\n)*Input/output error"):
         load_into(model, torch.optim.AdamW(model.parameters()), "auto", store, World.alone())
 
 
@@ -331,7 +331,7 @@ def test_what_cannot_be_read_is_not_deleted_for_having_no_metric(
     with monkeypatch.context() as storage:
         out_of_reach(storage, best / NAME, errno.ESTALE)
         store.retire(keep_best=1, mode="min")
-    assert store.best("min") is not None and best in {found.path for found in store.every()}
+    assert store.best_whole("min") == (best, [])
 
 
 def test_each_problem_is_named(store: CheckpointStore) -> None:
@@ -345,7 +345,7 @@ def test_each_problem_is_named(store: CheckpointStore) -> None:
     assert problems_of(folder) == ["there is no manifest, so it was never finished"]
     (folder / NAME).write_text("{")
     assert problems_of(folder)[0].startswith("the manifest cannot be read: ")
-    for text in ("[]", "{}", '{"version": 99}'):
+    for text in ("[]", "{}", '{"version": 0}', '{"version": "2"}'):
         (folder / NAME).write_text(text)
         assert problems_of(folder) == ["the manifest is not of version 1"]
     (folder / NAME).write_text('{"version": 1, "files": {}, "about": {}}')
@@ -410,7 +410,8 @@ def test_a_store_whose_folder_is_not_there_has_no_checkpoints(tmp_path: Path) ->
     store = CheckpointStore(tmp_path / "nowhere")
     assert store.every() == []
     assert store.newest_whole() == (None, [])
-    assert store.best("min") is None
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*nowhere"):
+        store.best_whole("min")
 
 
 METRICS = {10: 0.5, 20: 0.1, 30: 0.9, 40: 0.3, 50: 0.7}
@@ -434,8 +435,7 @@ def test_the_best_few_and_the_last_are_kept(
     store = CheckpointStore(tmp_path)
     for step, metric in METRICS.items():
         commit(store, step, metric)
-    found = store.best(mode)
-    assert found is not None and found.step == best
+    assert store.best_whole(mode) == (store.place(best), [])
     store.retire(keep_best=keep_best, mode=mode)
     assert steps_of(store) == kept
     assert len(list(tmp_path.iterdir())) == len(kept), "what goes leaves nothing behind"
@@ -448,8 +448,7 @@ def test_a_checkpoint_without_a_metric_is_never_the_best(tmp_path: Path, mode: s
     for step, value in {10: metric, 20: 0.5, 30: metric, 40: 0.1, 50: 0.9, 60: metric}.items():
         commit(store, step, value)
     best = {"min": 40, "max": 50}[mode]
-    found = store.best(mode)
-    assert found is not None and found.step == best
+    assert store.best_whole(mode) == (store.place(best), [])
     store.retire(keep_best=1, mode=mode)
     assert steps_of(store) == [best, 60]
 
@@ -523,8 +522,9 @@ def test_a_run_with_damaged_checkpoints_only_is_told_about_each(store: Checkpoin
     with pytest.raises(CheckpointError) as caught:
         store.named(store.folder.parent)
     first, last = str(caught.value).splitlines()
-    assert first.endswith("set aside as damaged-step-00000007: tensors.json is missing")
+    assert first.endswith("step-00000007 is damaged: tensors.json is missing")
     assert last == f"there is no whole checkpoint in {store.folder}"
+    assert steps_of(store) == [7], "nothing is gained by another name"
 
 
 def test_an_entry_is_the_size_and_the_checksum(tmp_path: Path) -> None:

@@ -49,9 +49,8 @@ def assert_loads_as_trained(exported: Path, run: Path) -> None:
     task = ImagesTask(config)
     expected = task.build_model()
     start = {name: value.clone() for name, value in expected.state_dict().items()}
-    best = CheckpointStore(run / "checkpoints").best(config.training.monitor_mode)
-    assert best is not None
-    load_model(expected, best.path)
+    best, _ = CheckpointStore(run / "checkpoints").best_whole(config.training.monitor_mode)
+    load_model(expected, best)
     loaded = AutoModelForImageClassification.from_pretrained(exported)
     for name, value in loaded.state_dict().items():
         assert torch.equal(value, expected.state_dict()[name]), name

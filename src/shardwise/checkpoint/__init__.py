@@ -4,7 +4,7 @@ Knows the world of ranks and the data cursor; nothing of the loop.
 """
 
 from shardwise.checkpoint.saver import Saver, Written
-from shardwise.checkpoint.state import go_on_from, load_into, load_model, load_rank_local
+from shardwise.checkpoint.state import begin_anew, go_on_from, load_into, load_model, load_rank_local
 from shardwise.checkpoint.store import CheckpointStore, Found
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Found",
     "Saver",
     "Written",
+    "begin_anew",
     "go_on_from",
     "load_into",
     "load_model",

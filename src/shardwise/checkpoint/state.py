@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.inspect import condition_of_checkpoint
-from shardwise.checkpoint.store import CheckpointStore
+from shardwise.checkpoint.store import CheckpointStore, NewerCheckpoint
 from shardwise.checkpoint.tensors import (
     Agreed,
     SafeLoadPlanner,
@@ -194,7 +194,28 @@ def _some(names: list[str]) -> str:
 
 def go_on_from(step: int, store: CheckpointStore, world: World) -> None:
     """Set aside the checkpoints of later steps: they will be made anew, and must not be resumed by mistake."""
-    _on_first(world, "set old checkpoints aside", lambda: store.supersede_after(step))
+
+    def set_aside() -> None:
+        store.supersede_after(step)
+        store.hold()
+
+    _on_first(world, "set old checkpoints aside", set_aside)
+
+
+def begin_anew(store: CheckpointStore, world: World, *, asked: bool) -> None:
+    """Set aside all checkpoints: they are of a run before this one. `asked`: by the user, in so many words. Otherwise those of a
+    newer version are not touched, and the run does not begin."""
+
+    def set_aside() -> None:
+        if not asked:
+            try:
+                store.refuse_newer()
+            except NewerCheckpoint as error:
+                raise NewerCheckpoint(f"{error}\n  {to_start_anew(store.folder)}") from None
+        store.supersede_all()
+        store.hold()
+
+    _on_first(world, "set old checkpoints aside", set_aside)
 
 
 def load_model(model: nn.Module, path: Path) -> None:
@@ -209,24 +230,39 @@ def _choose(which: str, store: CheckpointStore, world: World) -> Path | None:
 
     def check(folder: Path) -> Condition:
         mine = condition_of_checkpoint(folder, part=(world.rank, world.size))
-        damage, unreadable = zip(*world.gather((mine.damage, mine.unreadable)), strict=True)
-        return Condition(_each_once(damage), _each_once(unreadable))
+        damage, unreadable, newer = zip(*world.gather((mine.damage, mine.unreadable, mine.newer)), strict=True)
+        return Condition(_each_once(damage), _each_once(unreadable), max(newer))
 
-    if which in ("auto", "latest"):
-        listed = _on_first(world, "look for a checkpoint", lambda: [str(each.path) for each in store.every()])
-        path, complaints = store.newest_whole([Path(each) for each in listed], check, act=world.is_first)
-    else:
-        path, complaints = store.named(Path(which), check, act=world.is_first)
+    try:
+        path, complaints = _look_for(which, store, world, check)
+    except NewerCheckpoint as error:
+        raise NewerCheckpoint(f"{error}\n  {to_start_anew(store.folder)}") from None
     for complaint in complaints:
         if world.is_first:
             log.warning(complaint)
-    if path is None and store.passed_over:
-        raise CheckpointError(
-            f"there are checkpoints in {store.folder}, and none can be read now. Is the storage there? Nothing was changed"
-        )
     if path is None and which == "latest":
         raise CheckpointError(f"--resume latest: there is no whole checkpoint in {store.folder}")
     return path
+
+
+def _look_for(
+    which: str, store: CheckpointStore, world: World, check: Callable[[Path], Condition]
+) -> tuple[Path | None, list[str]]:
+    """None: there never was one here. A run whose checkpoints are there and of no use does not begin again by itself."""
+    if which not in ("auto", "latest"):
+        return store.named(Path(which), check, act=world.is_first)
+    listed, damaged = _on_first(
+        world, "look for a checkpoint", lambda: [[str(each.path) for each in store.every()], store.about_damaged()]
+    )
+    path, complaints = store.newest_whole([Path(each) for each in listed], check, act=world.is_first)
+    if path is None and (listed or damaged):
+        every = "".join(f"\n  {each}" for each in [*complaints, *damaged])
+        remedy = "Is the storage there? " if store.passed_over else ""
+        raise CheckpointError(
+            f"there are checkpoints in {store.folder}, and none can be used, so the run does not go on. Nothing was changed:"
+            f"{every}\n  {remedy}Bring one back from a copy, or go on from another by its path. {to_start_anew(store.folder)}"
+        )
+    return path, complaints
 
 
 def _each_once(parts: Iterable[list[str]]) -> list[str]:

@@ -10,12 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.inspect import condition_of_checkpoint
-from shardwise.data.manifest import Condition, FileEntry, Unreadable, flush, read_manifest, write_manifest
+from shardwise.data.manifest import (
+    Condition,
+    FileEntry,
+    NewerVersion,
+    Unreadable,
+    condition_of,
+    flush,
+    problems_of,
+    read_manifest,
+    write_manifest,
+)
 from shardwise.errors import CheckpointError
+from shardwise.watch.held_folder import HeldFolder
 
 _STEP = re.compile(r"^step-(\d{8,})$")
-_REPLACED = ".replaced-"
+_REPLACED, _DAMAGED, _SUPERSEDED = ".replaced-", "damaged-", "superseded-"
+_LOOKS = 5
+"""How often a folder is looked through anew whose run removes checkpoints meanwhile."""
 Check = Callable[[Path], Condition]
+
+
+class NewerCheckpoint(CheckpointError):
+    """A newer shardwise wrote it: neither damage, nor to be passed over."""
+
+    @classmethod
+    def of(cls, path: Path, why: str) -> NewerCheckpoint:
+        return cls(
+            f"checkpoint {path} cannot be read by this shardwise: {why}. It is left as it is, and no earlier one is taken in its "
+            "place. Update shardwise, or name an earlier checkpoint by its path"
+        )
 
 
 @dataclass(frozen=True)
@@ -25,6 +49,8 @@ class Found:
     metric: float | None
     readable: bool = True
     """Whether storage gave its manifest."""
+    newer: str = ""
+    """Which version it is of, where a newer shardwise wrote it."""
 
 
 class CheckpointStore:
@@ -32,10 +58,23 @@ class CheckpointStore:
         self.folder = folder
         self.passed_over: set[Path] = set()
         """Checkpoints that could not be read at the last look: they are left as they are."""
+        self.held: list[HeldFolder] = []
+        """Folders that must stay what and where they are while checkpoints are written: this one, once it is there."""
+
+    def hold(self) -> None:
+        """From now on, the folder must stay what and where it is, if it is there already."""
+        if self.folder.is_dir() and all(each.path != self.folder for each in self.held):
+            self.held.append(HeldFolder(self.folder, "checkpoint folder"))
 
     def begin(self, step: int) -> Path:
-        """An empty folder aside, for one checkpoint. What an interrupted one left there is cleared away."""
+        """An empty folder aside, for one checkpoint. What an interrupted one left there is cleared away.
+
+        StorageLost: a folder of the run is no longer there. It is not made anew: without what it held, it is another run's.
+        """
+        for folder in self.held:
+            folder.confirm()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.hold()
         aside = self.aside(step)
         if aside.exists():
             shutil.rmtree(aside)
@@ -60,6 +99,8 @@ class CheckpointStore:
         write_manifest(aside, files, progress)
         replaced = self.folder / f"{_REPLACED}{final.name}"
         if final.exists():  # from before a resume at an earlier step
+            if newer := _newer(final):
+                raise NewerCheckpoint.of(final, newer)
             if replaced.exists():
                 shutil.rmtree(replaced)
             final.rename(replaced)
@@ -82,14 +123,16 @@ class CheckpointStore:
             match = _STEP.match(name.removeprefix(_REPLACED))
             if not match or (name.startswith(_REPLACED) and match.group() in names):
                 continue
-            path, metric, readable = self.folder / name, None, True
+            path, metric, readable, newer = self.folder / name, None, True, ""
             try:
                 metric = _number(read_manifest(path)["about"].get("metric"))
             except Unreadable:
                 readable = False
+            except NewerVersion as error:
+                newer = str(error)
             except ValueError:
                 pass
-            found.append(Found(path, int(match.group(1)), metric, readable))
+            found.append(Found(path, int(match.group(1)), metric, readable, newer))
         return sorted(found, key=lambda item: item.step)
 
     def newest_whole(
@@ -98,30 +141,59 @@ class CheckpointStore:
         """The newest checkpoint that passes every check, and a sentence about each newer one that does not.
 
         Damaged ones are renamed, not deleted: they no longer count, and what is left of them stays. Those that storage
-        does not give are passed over for now. Where several processes look together, one of them acts.
+        does not give are passed over for now. Where there is no whole one, nothing is changed. One of a newer version is an
+        error. Where several processes look together, one of them acts; with `act` false, nobody does.
         """
-        complaints: list[str] = []
-        self.passed_over.clear()
-        for path in reversed([found.path for found in self.every()] if among is None else among):
-            condition = check(path)
-            problems = "; ".join(condition.problems)
-            if not problems:
-                return path, complaints
-            if condition.unreadable:
-                self.passed_over.add(path)
-                complaints.append(f"checkpoint {path} cannot be read, is passed over and left as it is: {problems}")
-                continue
-            done = self._set_aside(path) if act else ""
-            complaints.append(f"checkpoint {path} is damaged{done}: {problems}")
-        return None, complaints
+        for _ in range(_LOOKS):
+            bad: list[tuple[Path, Condition]] = []
+            whole, gone = None, False
+            for path in reversed([found.path for found in self.every()] if among is None else among):
+                condition = check(path)
+                if condition.newer:
+                    raise NewerCheckpoint.of(path, condition.newer)
+                if not condition.problems:
+                    whole = path
+                    break
+                if path.is_dir():
+                    bad.append((path, condition))
+                else:  # a run that is going on has removed it
+                    gone = True
+            if whole is not None or not gone or among is not None:
+                break
+        self.passed_over = {path for path, condition in bad if condition.unreadable}
+        return whole, [self._passed_over(path, condition, act=act and whole is not None) for path, condition in bad]
+
+    def _passed_over(self, path: Path, condition: Condition, *, act: bool) -> str:
+        problems = "; ".join(condition.problems)
+        if condition.unreadable:
+            return f"checkpoint {path} cannot be read, is passed over and left as it is: {problems}"
+        return f"checkpoint {path} is damaged{self._set_aside(path) if act else ''}: {problems}"
 
     def _set_aside(self, path: Path) -> str:
-        damaged = self._free_name(f"damaged-{path.name.removeprefix(_REPLACED)}")
+        damaged = self._free_name(f"{_DAMAGED}{path.name.removeprefix(_REPLACED)}")
         try:
             path.rename(damaged)
         except OSError as error:
             return f" and could not be set aside ({error.strerror})"
         return f" and set aside as {damaged.name}"
+
+    def best_whole(self, mode: str) -> tuple[Path, list[str]]:
+        """For a reader, who changes nothing: the best checkpoint that passes every check, or the newest where none was
+        evaluated; and a sentence about each that may be better and does not."""
+        self.refuse_newer()
+        for _ in range(_LOOKS):
+            unknown = [found.path for found in self.every() if found.metric is None]
+            from_worst = [found.path for found in reversed(self._by_metric(mode))]
+            whole, complaints = self.newest_whole(from_worst, act=False)
+            if all(path.is_dir() for path in from_worst):
+                break
+        if whole is None:
+            return self.named(self.folder, act=False)
+        for path in unknown:
+            condition = condition_of(path, contents=False)
+            if condition.problems and path.is_dir():
+                complaints.append(self._passed_over(path, condition, act=False))
+        return whole, complaints
 
     def named(self, path: Path, check: Check = condition_of_checkpoint, *, act: bool = True) -> tuple[Path, list[str]]:
         """The checkpoint that a path means: itself, or the newest whole one of the folder or run it names.
@@ -132,24 +204,50 @@ class CheckpointStore:
             raise CheckpointError(f"there is no checkpoint {path}")
         if not _STEP.match(path.name):
             inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            act = act and inner.resolve() == self.folder.resolve()  # another run's are that run's
             whole, complaints = CheckpointStore(inner).newest_whole(None, check, act=act)
             if whole is None:
                 raise CheckpointError("\n".join([*complaints, f"there is no whole checkpoint in {inner}"]))
             return whole, complaints
         condition = check(path)
+        if condition.newer:
+            raise NewerCheckpoint.of(path, condition.newer)
         if condition.problems:
             what = "cannot be read" if condition.unreadable else "is damaged"
             raise CheckpointError(f"checkpoint {path} {what}: {'; '.join(condition.problems)}")
         return path, []
 
+    def refuse_newer(self) -> None:
+        """Raises if there is a checkpoint in place that a newer shardwise wrote."""
+        for found in self.every():
+            if found.newer:
+                raise NewerCheckpoint.of(found.path, found.newer)
+
     def supersede_after(self, step: int) -> None:
         """A run that goes on from an earlier step makes the later ones anew: the old ones no longer count."""
         for found in self.every():
             if found.step > step and found.path not in self.passed_over:
-                found.path.rename(self._free_name(f"superseded-{found.path.name.removeprefix(_REPLACED)}"))
+                self._supersede(found.path)
 
-    def has_damaged(self) -> bool:
-        return self.folder.is_dir() and any(path.name.startswith("damaged-") for path in self.folder.iterdir())
+    def supersede_all(self) -> None:
+        """A run that begins: what lies here, damaged ones included, is of a run before it."""
+        self.supersede_after(-1)
+        for path in self.set_aside():
+            self._supersede(path)
+
+    def about_damaged(self) -> list[str]:
+        """A sentence about each that was set aside."""
+        return [
+            f"checkpoint {path} is damaged, and was set aside: {'; '.join(problems_of(path, contents=False)) or 'its contents'}"
+            for path in self.set_aside()
+        ]
+
+    def _supersede(self, path: Path) -> None:
+        path.rename(self._free_name(f"{_SUPERSEDED}{path.name.removeprefix(_REPLACED)}"))
+
+    def set_aside(self) -> list[Path]:
+        """What is left of this run's checkpoints that were damaged."""
+        return sorted(self.folder.glob(f"{_DAMAGED}*"))
 
     def leftovers(self) -> list[tuple[Path, str]]:
         """What lies in the folder and is no checkpoint, and why."""
@@ -157,8 +255,8 @@ class CheckpointStore:
             ".writing-": "never finished",
             ".deleting-": "being deleted",
             _REPLACED: "replaced by a newer one of the same step",
-            "damaged-": "damaged, set aside",
-            "superseded-": "of a run that was not gone on with, set aside",
+            _DAMAGED: "damaged, set aside",
+            _SUPERSEDED: "of a run that was not gone on with, set aside",
         }
         in_place = {found.path for found in self.every()}
         return [
@@ -172,22 +270,18 @@ class CheckpointStore:
         """Finish what an interrupted run left half done. Says what was done; nothing that could be used is deleted."""
         done = []
         for found in self.every():
-            if found.path.name.startswith(_REPLACED):
+            if found.path.name.startswith(_REPLACED) and not found.newer:
                 found.path.rename(self.place(found.step))
                 done.append(f"{self.place(found.step).name} was about to be replaced and is back in place")
         for path, reason in self.leftovers():
-            if path.name.startswith((".writing-", ".deleting-", _REPLACED)):
+            if path.name.startswith((".writing-", ".deleting-", _REPLACED)) and not _newer(path):
                 shutil.rmtree(path)
                 done.append(f"{path.name} ({reason}) was removed")
         return done
 
-    def best(self, mode: str) -> Found | None:
-        scored = self._by_metric(mode)
-        return scored[0] if scored else None
-
     def retire(self, *, keep_best: int, mode: str, keep_last: int = 1) -> None:
         """Keep the newest and the best few; the rest goes. A folder is renamed before it is deleted."""
-        every = self.every()
+        every = [found for found in self.every() if not found.newer]  # of those, none is touched or counted
         kept = {found.path for found in every[-keep_last:]} | {
             found.path for found in self._by_metric(mode)[:keep_best]
         }
@@ -216,3 +310,14 @@ def _number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def _newer(folder: Path) -> str:
+    """Which version its manifest is of, where a newer shardwise wrote it."""
+    try:
+        read_manifest(folder)
+    except NewerVersion as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""

@@ -54,18 +54,27 @@ def _list(store: CheckpointStore) -> int:
     every = store.every()
     show(f"{'step':>10}  {'epoch':>5}  {'metric':>10}  {'size':>10}  written")
     for found in every:
-        size = f"{sum(file.lstat().st_size for file in found.path.iterdir()) / 2**20:.1f} MiB"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
+        try:
+            size = f"{_bytes_of(found) / 2**20:.1f} MiB"
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.stat().st_mtime))
+        except FileNotFoundError:
+            continue  # the run that is going on has removed it meanwhile
         try:
             epoch = str(RunState.of_checkpoint(found.path).cursor.epoch)
         except CheckpointError:
             epoch = "?"
         metric = "" if found.metric is None else f"{found.metric:.4g}"
         note = "  newest: this is what --resume auto takes, if it is whole" if found is every[-1] else ""
+        if found.newer:
+            note = f"  {found.newer}; left as it is"
         show(f"{found.step:>10}  {epoch:>5}  {metric:>10}  {size:>10}  {when}{note}")
     for path, what in store.leftovers():
         show(f"  {path.name}: {what}")
     return 0
+
+
+def _bytes_of(found: Found) -> int:
+    return sum(file.lstat().st_size for file in found.path.iterdir())
 
 
 def _verify(store: CheckpointStore, repair: str) -> int:
@@ -75,25 +84,37 @@ def _verify(store: CheckpointStore, repair: str) -> int:
 
     damaged: list[Found] = []
     unread: list[Found] = []
+    newer: list[Found] = []
     for found in store.every():
         began = time.perf_counter()
         condition = condition_of_checkpoint(found.path)
         seconds = time.perf_counter() - began
+        try:
+            size = _bytes_of(found) / 2**20
+            surplus = [] if condition.problems else surplus_in(found.path)
+        except OSError:
+            if not found.path.is_dir():
+                show(f"{found.path}: removed meanwhile, by the run that is going on")
+                continue
+            size, surplus = 0.0, []
         if condition.problems:
             show(f"{found.path}: {'; '.join(condition.problems)}")
-            (unread if condition.unreadable else damaged).append(found)
+            (newer if condition.newer else unread if condition.unreadable else damaged).append(found)
             continue
-        size = sum(file.lstat().st_size for file in found.path.iterdir()) / 2**20
         show(f"{found.path}: whole ({size:.1f} MiB in {seconds:.1f} s)")
-        for name in surplus_in(found.path):
+        for name in surplus:
             show(f"  note: {name} does not belong to it, and does no harm")
     if damaged:
-        steps = ", ".join(str(found.step) for found in damaged)
-        log.error(f"damaged: step {steps}. To set them aside, as a resume would:  {repair}", extra=PLAIN)
+        log.error(f"damaged: step {_steps(damaged)}. To set them aside, as a resume would:  {repair}", extra=PLAIN)
     if unread:
-        steps = ", ".join(str(found.step) for found in unread)
-        log.error(f"could not be read: step {steps}. Is the storage there, and may you read it?", extra=PLAIN)
-    return 1 if damaged or unread else 0
+        log.error(f"could not be read: step {_steps(unread)}. Is the storage there, and may you read it?", extra=PLAIN)
+    if newer:
+        log.error(f"of a newer shardwise: step {_steps(newer)}. Update shardwise to check it", extra=PLAIN)
+    return 1 if damaged or unread or newer else 0
+
+
+def _steps(every: list[Found]) -> str:
+    return ", ".join(str(found.step) for found in every)
 
 
 def _repair(store: CheckpointStore) -> int:

@@ -7,7 +7,6 @@ says that the user names.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ from shardwise.cli.output import show
 
 if TYPE_CHECKING:
     from shardwise.config import Config
-
-log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from shardwise.checkpoint import CheckpointStore
-    from shardwise.checkpoint.export import export_checkpoint
+    from shardwise.checkpoint.export import export_one
     from shardwise.config.load import make_task
     from shardwise.errors import ShardwiseError
 
@@ -60,16 +57,15 @@ def run(args: argparse.Namespace) -> int:
     # A run folder may have been moved: its checkpoints are looked for where it is now.
     inside = folder / "checkpoints"
     store = CheckpointStore(inside if inside.is_dir() else Path(config.checkpoint_folder))
-    best = store.best(config.training.monitor_mode) if args.checkpoint == "best" else None
-    wanted = args.checkpoint if args.checkpoint not in ("best", "last") else (best.path if best else store.folder)
-    checkpoint, complaints = store.named(Path(wanted))
-    for complaint in complaints:
-        log.warning(complaint)
     aside = target.with_name(f".{target.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+
+    def choose() -> tuple[Path, list[str]]:
+        if args.checkpoint == "best":
+            return store.best_whole(config.training.monitor_mode)
+        return store.named(store.folder if args.checkpoint == "last" else Path(args.checkpoint), act=False)
+
     try:
-        export_checkpoint(make_task(config), checkpoint, aside)
+        checkpoint = export_one(make_task(config), choose, aside)
         for file in aside.iterdir():  # safetensors makes files that only their owner may read
             file.chmod(0o666 & ~_umask())
         if target.exists():

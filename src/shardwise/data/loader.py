@@ -22,9 +22,10 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardwise.config import Batching, DataBlock
 from shardwise.config.seeds import Purpose
+from shardwise.data.handover import as_room_problem, hand_over, require_room_for_workers, take_over
 from shardwise.data.order import Cursor, GlobalOrder, Indices, cut
 from shardwise.data.seeding import generators_kept, seed_host
-from shardwise.data.tensor_bundle import TensorBundle, bundle, unbundle
+from shardwise.data.tensor_bundle import TensorBundle
 from shardwise.errors import DataError, one_line
 
 
@@ -213,7 +214,7 @@ class Reader:
 
     def micro_batches(self, pieces: list[Loaded], requests: Iterable[Request]) -> list[MicroBatch]:
         """From what every worker made of its piece of each."""
-        inputs = [self._taken_apart(piece.sizes, unbundle(piece.inputs)) for piece in pieces]
+        inputs = [self._taken_apart(piece.sizes, take_over(piece.inputs)) for piece in pieces]
         micro = []
         for position, request in enumerate(requests):
             filled = [each[position] for each, piece in zip(inputs, pieces, strict=True) if piece.sizes[position]]
@@ -303,6 +304,7 @@ class StepLoader:
         return _moved_ahead(steps, self.device) if self.device.type == "cuda" else steps
 
     def _steps(self) -> Iterator[StepBatch]:
+        require_room_for_workers(self.loader.num_workers)
         loaded = iter(self.loader)
         step = StepBatch()
         while True:
@@ -386,15 +388,20 @@ class _Source(Dataset[Loaded | DataError]):
     def __getitem__(self, work: Work) -> Loaded | DataError:
         try:
             loaded = self.reader.read(work)
-            return replace(loaded, inputs=bundle(loaded.inputs)) if get_worker_info() is not None else loaded
+            return replace(loaded, inputs=hand_over(loaded.inputs)) if get_worker_info() is not None else loaded
         except DataError as error:
             return error  # raised by a worker, its message would be buried in a traceback (torch 2.13)
+        except RuntimeError as error:
+            if (problem := as_room_problem(error)) is None:
+                raise
+            return problem
 
 
 def read_beside(reader: Reader, wanted: Sequence[Repeated], options: DataBlock) -> list[Any]:
     """The inputs of a few micro-batches that the loop does not train on. Read by a worker where the loop has workers: a file that
     this process opened would be shared by all that are forked from it later. A DataError if they cannot be made."""
     workers = min(1, options.num_workers)
+    require_room_for_workers(workers)
     loader = DataLoader(
         _Beside(reader, wanted),
         batch_size=None,
@@ -405,7 +412,7 @@ def read_beside(reader: Reader, wanted: Sequence[Repeated], options: DataBlock) 
     made = list(loader)
     if problem := next((each for each in made if isinstance(each, DataError)), None):
         raise problem
-    return [unbundle(each.inputs) for each in made]
+    return [take_over(each.inputs) for each in made]
 
 
 class _Beside(Dataset[Loaded | DataError]):
@@ -417,7 +424,7 @@ class _Beside(Dataset[Loaded | DataError]):
 
     def __getitem__(self, index: int) -> Loaded | DataError:
         try:
-            return Loaded((), [], bundle(self.reader.repeated(self.wanted[index])))
+            return Loaded((), [], hand_over(self.reader.repeated(self.wanted[index])))
         except DataError as error:
             return error
         except Exception as error:  # whatever a collate() of the user's raises that is given samples twice

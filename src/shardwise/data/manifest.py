@@ -45,14 +45,20 @@ class Condition:
     """Files that are missing, cut or changed."""
     unreadable: list[str]
     """Files that storage did not give: it may be back in a minute, and they may well be whole."""
+    newer: str = ""
+    """Of which version the manifest is, where a newer shardwise wrote it: nothing is known of its files then."""
 
     @property
     def problems(self) -> list[str]:
-        return self.damage + self.unreadable
+        return [*self.damage, *self.unreadable, *([self.newer] if self.newer else [])]
 
 
 class Unreadable(ValueError):
     """Storage did not give the manifest, though one is there."""
+
+
+class NewerVersion(ValueError):
+    """A newer shardwise wrote the manifest. What else is in it may mean something else than it does here."""
 
 
 def entry_of(file: Path) -> FileEntry:
@@ -88,6 +94,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(f"the manifest cannot be read: {error}") from None
     except OSError as error:
         raise Unreadable(f"the manifest cannot be read: {error.strerror}") from None
+    if _is_newer(content):
+        raise NewerVersion(
+            f"a newer shardwise wrote it: manifest version {content['version']}, known here up to {VERSION}"
+        )
     if not isinstance(content, dict) or content.get("version") != VERSION:
         raise ValueError(f"the manifest is not of version {VERSION}")
     if not _is_sealed(data):
@@ -125,10 +135,22 @@ def _is_sealed(data: bytes) -> bool:
     return seal is not None and hashlib.sha256(data[: seal.start()] + b"\n}").hexdigest() == seal[1].decode()
 
 
+def _is_newer(content: Any) -> bool:
+    """Every version has its number under this key. One that the checksum contradicts is a flipped bit."""
+    version = content.get("version") if isinstance(content, dict) else None
+    if type(version) is not int or version <= VERSION:
+        return False
+    as_ours = {**content, "version": VERSION}
+    return _checksum({key: value for key, value in as_ours.items() if key != "sha256"}) != content.get("sha256")
+
+
 def _sealed(content: dict[str, Any]) -> str:
     """The text of a manifest, with a checksum of everything else in it: it guards the files, this guards it."""
-    checksum = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
-    return json.dumps({**content, "sha256": checksum}, indent=1)
+    return json.dumps({**content, "sha256": _checksum(content)}, indent=1)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
 
 
 def problems_of(folder: Path, *, contents: bool = True) -> list[str]:
@@ -146,6 +168,8 @@ def condition_of(folder: Path, *, contents: bool = True, part: tuple[int, int] =
         files: dict[str, dict[str, Any]] = read_manifest(folder)["files"]
     except Unreadable as error:
         return Condition([], [str(error)])
+    except NewerVersion as error:
+        return Condition([], [], str(error))
     except ValueError as error:
         return Condition([str(error)], [])
     number, of = part

@@ -1,6 +1,7 @@
 """Inside a rank: does what it is ordered to, and writes down when each step was made.
 
-An order is a file. The rank looks for one before every step, and takes it away before it obeys: a fault comes once.
+An order is a file. The rank looks for one before every step, and takes it away before it obeys: a fault comes once. One that
+damages a checkpoint stays until there are two.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class Orders(Observer):
         file = self.scratch / f"order-{self.rank}.json"
         if file.exists():
             order = json.loads(file.read_text())
-            file.unlink()
-            self._obey(run, order["number"], Kind(order["kind"]), float(order["moment"]))
+            if Kind(order["kind"]) not in (Kind.CUT, Kind.FLIP) or _may_lose_one(run):
+                file.unlink()
+                self._obey(run, order["number"], Kind(order["kind"]), float(order["moment"]))
         if self.slow:
             self.slow -= 1
             time.sleep(SLOW_SECONDS)
@@ -124,11 +126,14 @@ def _no_space_once(saver: Saver, now: Callable[[], None]) -> None:
     saver.on_phase = full  # the first phase is that of writing
 
 
+def _may_lose_one(run: Run) -> bool:
+    """A run whose checkpoints are all damaged stops, as it should, and with it the drill: there must be another."""
+    return len(run.checkpoints.store.every()) > 1
+
+
 def _damage(run: Run, kind: Kind, moment: float) -> None:
     run.wait()
     every = run.checkpoints.store.every()
-    if not every:
-        return
     files = sorted(every[-1].path.glob("*.safetensors"))
     file = files[int(moment * len(files))]
     size = file.stat().st_size

@@ -10,12 +10,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint import CheckpointStore, Saver, Written, go_on_from, load_into, load_rank_local
+from shardwise.checkpoint import CheckpointStore, Saver, Written, begin_anew, go_on_from, load_into, load_rank_local
 from shardwise.config import Training
 from shardwise.engine.host_memory import host_memory
 from shardwise.engine.parts import Parts
 from shardwise.engine.state import RunState
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, StorageLost
 from shardwise.parallel import World
 from shardwise.parallel.gather import Scope, gathering
 from shardwise.parallel.memory import gib
@@ -83,16 +83,22 @@ class Checkpoints:
             self.saver.reserve(self._to_reserve)
             self._to_reserve = 0
 
-    def begin_anew(self) -> None:
-        """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's."""
+    def begin_anew(self, *, asked: bool = False) -> None:
+        """Not resumed: checkpoints that lie in the folder belong to an earlier run, and must not be taken for this one's.
+
+        `asked`: the user has said so.
+        """
         if not self._owns_folder:
-            go_on_from(-1, self.store, self.world)
+            begin_anew(self.store, self.world, asked=asked)
             self._owns_folder = True
 
     def go_on(self, path: Path, step: int) -> None:
         """From this one: what lies in the folder from then on is this run's."""
         elsewhere = path.parent.resolve() != self.store.folder.resolve()
-        go_on_from(-1 if elsewhere else step, self.store, self.world)
+        if elsewhere:
+            begin_anew(self.store, self.world, asked=True)
+        else:
+            go_on_from(step, self.store, self.world)
         self.saved_at = None if elsewhere else step
         self._owns_folder = True
 
@@ -130,6 +136,8 @@ class Checkpoints:
             if each.problem and self.saved_at == each.step:
                 self.saved_at = None
             self.on_written(each)
+            if isinstance(each.cause, StorageLost):
+                raise each.cause
         return written
 
     def give_up(self) -> None:

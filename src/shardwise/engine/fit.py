@@ -50,6 +50,9 @@ def fit(
                 checkpoints=Path(config.checkpoint_folder),
             )
         )
+        folder.hold()
+        if folder.held is not None:
+            session.checkpoints.store.held.append(folder.held)
         console = Console(session.world.rank, session.world.size, folder.path, all_ranks=all_ranks)
         try:
             if notice:
@@ -60,7 +63,7 @@ def fit(
                     if said := session.plan.keep_batch(session.config.training, so_far):
                         console.say(said)
                 session.prepare()
-                resumed = _resume(session, folder, resume, fallback_checkpoint)
+                resumed = _resume(session, folder, resume, fallback_checkpoint, fresh=fresh)
             except BaseException as error:
                 if session.world.is_first:
                     folder.abandon()
@@ -80,23 +83,26 @@ def fit(
             folder.close()
 
 
-def _resume(session: Session, folder: RunFolder, which: str | None, fallback_checkpoint: str | None) -> Path | None:
+def _resume(
+    session: Session, folder: RunFolder, which: str | None, fallback_checkpoint: str | None, *, fresh: bool
+) -> Path | None:
     """What the run goes on from; None: it begins. From then on, what lies in its checkpoint folder is its own."""
     resumed = session.resume(which) if which else None
+    if resumed is None and which:
+        session.world.on_first(lambda: _refuse_if_lost(session, folder))
     if resumed is None and fallback_checkpoint is not None:
         resumed = session.resume(fallback_checkpoint)
     if resumed is None:
-        session.world.on_first(lambda: _refuse_if_lost(session, folder, which))
-        session.checkpoints.begin_anew()
+        session.checkpoints.begin_anew(asked=fresh)
     elif session.checkpoints.saved_at is None:  # from elsewhere: a restart must find it here
         session.save()
     return resumed
 
 
-def _refuse_if_lost(session: Session, folder: RunFolder, which: str | None) -> None:
+def _refuse_if_lost(session: Session, folder: RunFolder) -> None:
     """A run that had checkpoints does not begin again without a word because they cannot be seen."""
-    before, store = folder.had_checkpoint() if which else None, session.checkpoints.store
-    if before is not None and not store.every() and not store.has_damaged():
+    before, store = folder.had_checkpoint(), session.checkpoints.store
+    if before is not None:
         raise CheckpointError(
             f"this run had a checkpoint of step {before}, and there is none in {store.folder} now. Is the storage there? "
             + to_start_anew(store.folder)

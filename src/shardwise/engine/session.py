@@ -56,7 +56,7 @@ from shardwise.engine.state import RunState, position_of
 from shardwise.engine.step import run_step
 from shardwise.engine.step_result import StepResult
 from shardwise.engine.user_task import check_data, task_for
-from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.errors import ConfigError, ShardwiseError, StorageLost
 from shardwise.parallel import Layout, Strategy, World
 from shardwise.parallel.gather import Scope, gathering
 from shardwise.parallel.membership import Member
@@ -522,7 +522,8 @@ class Session:
             self.parts.scaler.load_state_dict(loaded.scaler)
 
     def _written(self, written: Written) -> None:
-        if written.problem and self.world.is_first:
+        lost = isinstance(written.cause, StorageLost)  # that ends the run
+        if written.problem and not lost and self.world.is_first:
             log.warning(f"{written.problem}; training goes on, earlier checkpoints are still there")
         for observer in self.observers:
             observer.saved(self, written)

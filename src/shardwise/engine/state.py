@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardwise.data import Cursor, StepBatch
 from shardwise.data.manifest import read_manifest
 from shardwise.engine.loss_guard import LossHistory
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, one_line
 
 Position = tuple[int, int]
 """Of a global batch: its epoch, and the samples of it that come before."""
@@ -77,6 +77,11 @@ class RunState:
         try:
             values = dict(read_manifest(folder)["about"])
             values.setdefault("skipped_batches", values.pop("left_out", []))  # its name in version 0.1.0
+            if unknown := values.keys() - _Plain.model_fields.keys():
+                named = one_line(", ".join(sorted(unknown)), 80)
+                raise ValueError(
+                    f"it holds {named}, which a newer one may know. Update shardwise, or name an earlier checkpoint by its path"
+                )
             plain = _Plain.model_validate(values).model_dump(exclude_unset=True)
             plain["skipped_batches"] = [(epoch, before) for epoch, before in plain["skipped_batches"]]
             plain["recent_losses"] = LossHistory(plain.get("recent_losses", ()))

@@ -28,6 +28,7 @@ from shardwise.watch.diagnosis import Kind, Verdict, ranks
 from shardwise.watch.exit_codes import AGAIN, INTERRUPTED
 from shardwise.watch.failures import read_failures
 from shardwise.watch.heartbeats import Phase, read_heartbeats
+from shardwise.watch.held_folder import HeldFolder
 from shardwise.watch.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class Agent(ElasticAgent):
         """On ranks that hung and were ended for it."""
         self._before: tuple[str, int | None] | None = None
         """The error of the attempt before, and its step."""
+        self._held: HeldFolder | None = None
+        """The run folder, since the first step: without it, ranks that start again would begin anew."""
+        self.lost = ""
+        """What became of it, where it is no longer there."""
 
     # ---------------------------------------------------------------- asked to leave
 
@@ -199,6 +204,9 @@ class Agent(ElasticAgent):
         if now - self._looked_at < min(1.0, self.job.hang_timeout / 4):
             return None
         self._looked_at = now
+        if self._held is None and self._has_begun():
+            with contextlib.suppress(OSError):
+                self._held = HeldFolder(self.job.run_folder, "run folder")
         verdict = self.watchdog.look()
         if verdict is not None:
             self._kill(self.processes())
@@ -207,7 +215,8 @@ class Agent(ElasticAgent):
     def _after_a_failure(self, group: WorkerGroup) -> None:
         by_rank = {group.workers[local].global_rank: end for local, end in self._ended.items()}
         verdict = self.verdict = self._hang or self.watchdog.judge(by_rank)
-        self.final = self._why_not_again(verdict, self._hang is not None)
+        self.lost = self._what_became_of_the_run_folder()
+        self.final = self.lost or self._why_not_again(verdict, self._hang is not None)
         if self.final is not None or not self.remaining_restarts:
             self.remaining_restarts = 0
             return
@@ -218,6 +227,20 @@ class Agent(ElasticAgent):
             + (f"going on from step {step}" if step is not None else "from the beginning, there is no checkpoint yet"),
             extra=PLAIN,
         )
+
+    def _what_became_of_the_run_folder(self) -> str:
+        """Empty: it is there, or there was none yet."""
+        with contextlib.suppress(OSError):
+            if self._held is not None:
+                return self._held.lost()
+            if self._has_begun() and not (self.job.run_folder / "run.json").exists():
+                return f"the run folder {self.job.run_folder} is not what it was: it has no run.json any more"
+        return ""
+
+    def _has_begun(self) -> bool:
+        """Rank 0 has described the run in its folder: a rank of this machine is on its way to a step, or was."""
+        phases = {beat.phase for beat in read_heartbeats(self.scratch).values()}
+        return bool(phases & {Phase.DATA, Phase.AGREE, Phase.COMPUTE, Phase.UPDATE, Phase.EVALUATE})
 
     def _why_not_again(self, verdict: Verdict, hang: bool) -> str | None:
         """None: it may well succeed the next time."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shardwise.config import Config
 from shardwise.launch.environment import attempt
 from shardwise.launch.rank import watched
-from shardwise.launch.scratch import holding, sweep
+from shardwise.launch.scratch import holding, no_room_for_temporary_files, sweep
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -32,8 +35,15 @@ def external_ranks(config: Config) -> Iterator[None]:
         with watched(beats, rank, world):
             yield
         return
-    with holding(beats):
-        sweep()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(holding(beats))
+            sweep()
+        except OSError as error:
+            log.warning(f"the run is not watched, so a hang is not noticed: {no_room_for_temporary_files(error)}")
+            shutil.rmtree(beats, ignore_errors=True)
+            yield
+            return
         overseer = _start(beats, config)
         try:
             with watched(beats, rank, world):
@@ -49,8 +59,8 @@ def _shared_folder() -> Path | None:
     keys = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID", "MASTER_ADDR", "MASTER_PORT")
     own = [os.environ[key] for key in keys if key in os.environ] or [str(os.getpid())]
     name = hashlib.sha256(" ".join([*own, str(attempt())]).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}-{name}"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # there may be no folder for temporary files
+        folder = Path(tempfile.gettempdir()) / f"shardwise-{os.getuid()}-{name}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if not folder.is_symlink() and folder.stat().st_uid == os.getuid():
             return folder

@@ -6,11 +6,14 @@ that is of no use, the first real error is what the user sees.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,12 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from shardwise.config import Config
 from shardwise.config.commands import RESUME, user_command
-from shardwise.errors import LaunchError
+from shardwise.errors import SHARED_MEMORY, LaunchError, NoRoom
 from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
 from shardwise.launch.rendezvous import join_rendezvous
-from shardwise.launch.scratch import scratch_folder
+from shardwise.launch.scratch import no_room_for_temporary_files, scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
 from shardwise.parallel import strategy_for
@@ -85,7 +88,7 @@ def run_ranks(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # its 30 seconds are too few for a large checkpoint
     if sys.platform == "linux" and (interface := "lo" if nodes is None else nodes.interface):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # nobody else is to reach the ranks of one machine
-    with scratch_folder() as scratch:
+    with scratch_folder() as scratch, telling_of_room():
         agent = _agent(job, count, max_restarts, nodes, scratch)
         with signals_to(agent.ask):
             start_server(preload, rehearsed)  # with Ctrl-C blocked, as its ranks shall have it
@@ -104,6 +107,21 @@ def run_ranks(
         if result is None or result.is_failed():
             raise _error(agent)
         return of_program(max(result.return_values.values()))
+
+
+@contextmanager
+def telling_of_room() -> Iterator[None]:
+    """Ranks are spoken to by files in two folders of this machine."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        with contextlib.suppress(OSError):
+            about = os.statvfs(SHARED_MEMORY)
+            if about.f_bavail * about.f_frsize < 2**16:
+                raise NoRoom.in_shared_memory("for what the ranks are started with") from None
+        raise no_room_for_temporary_files(error) from None
 
 
 def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch: Path) -> Agent:
@@ -135,6 +153,10 @@ def _error(agent: Agent) -> LaunchError:
             # Most are agreed on by all ranks, and it is chance which wrote it down first; where the rank matters, it is named.
             return LaunchError(error.message)
         return LaunchError(f"rank {error.rank} failed:\n{error.trace}{_because(agent)}")
+    if agent.lost:
+        return LaunchError(
+            f"{verdict.sentence}, and {agent.lost}. Bring it back to where it was, and go on with --resume auto"
+        )
     return LaunchError(
         f"{verdict.sentence}{_because(agent)}.\n  Go on from the last checkpoint:  {user_command(RESUME, 'auto')}"
     )

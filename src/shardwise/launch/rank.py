@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from shardwise.compat.quiet import quiet_pytorch
-from shardwise.errors import LaunchError
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.environment import ATTEMPT
+from shardwise.launch.scratch import no_room_for_temporary_files
 from shardwise.launch.server import die_with, unblock_stop_signals
 from shardwise.watch.console import follow_log_level
-from shardwise.watch.failures import record_failure
+from shardwise.watch.failures import record_failure, reserve_room
 from shardwise.watch.heartbeats import Phase, beat, begin_heartbeats, end_heartbeats
 from shardwise.watch.watchdog import stack_file
+
+log = logging.getLogger(__name__)
 
 
 def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, attempt: int) -> int:
@@ -42,7 +47,7 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
                 os._exit(128 + signal.SIGINT)
             if isinstance(error, SystemExit):
                 error = LaunchError(f"rank {rank}: the task called sys.exit({error.code}) during the run")
-            record_failure(error, Path(beats), rank)
+            _write_down(error, Path(beats), rank)
             sys.stdout.flush()
             for worker in multiprocessing.active_children():
                 worker.kill()
@@ -50,13 +55,30 @@ def rank_main(entry: Callable[..., int], args: tuple[Any, ...], beats: str, atte
             os._exit(1)
 
 
+def _write_down(error: BaseException, beats: Path, rank: int) -> None:
+    try:
+        record_failure(error, beats, rank)
+    except OSError:  # the temporary folder is full, or gone
+        said = str(error) if isinstance(error, ShardwiseError) else "".join(traceback.format_exception(error))
+        log.error(f"rank {rank}: {said}")
+
+
 @contextmanager
 def watched(beats: Path, rank: int, world: int) -> Iterator[None]:
     """This process can be looked at from outside: what it does, and by SIGUSR2 where in the code it is."""
-    with stack_file(beats, rank).open("w") as stack:
+    with ExitStack() as files:
+        try:
+            stack = files.enter_context(stack_file(beats, rank).open("w"))
+            reserve_room(beats, rank)
+            begin_heartbeats(beats, rank, world)
+        except OSError as error:
+            log.warning(
+                f"rank {rank} runs without being watched, so a hang is not noticed: {no_room_for_temporary_files(error)}"
+            )
+            yield
+            return
         faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True, chain=False)
         faulthandler.enable(file=stack)  # a crash leaves its place too
-        begin_heartbeats(beats, rank, world)
         try:
             yield
         finally:

@@ -9,20 +9,46 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from shardwise.errors import NoRoom
 
 HELD = ".shardwise-scratch"
 """The file that says what a folder is. It is locked while its process lives, in whatever container that is."""
+ROOM = 2**20
+"""Bytes. Ranks meet there, and leave signs of life, stacks and errors."""
 
 
 @contextmanager
 def scratch_folder(prefix: str = "shardwise-") -> Iterator[Path]:
-    sweep()
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        with holding(folder):
-            yield folder
+    with ExitStack() as stack:
+        try:
+            sweep()
+            made = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
+            _require_room(Path(made))
+            stack.enter_context(holding(Path(made)))
+        except OSError as error:
+            raise no_room_for_temporary_files(error) from None
+        yield Path(made)
+
+
+def no_room_for_temporary_files(error: OSError) -> NoRoom:
+    remedy = "Free some there, or name a folder that has room with TMPDIR=…"
+    try:
+        return NoRoom.of(
+            tempfile.gettempdir(), f"for temporary files ({error.strerror}; {ROOM / 2**20:.0f} MiB is needed)", remedy
+        )
+    except OSError:  # none can be written to
+        return NoRoom(f"there is no room for temporary files: {error.strerror}. {remedy}")
+
+
+def _require_room(folder: Path) -> None:
+    file = folder / "room"
+    try:
+        file.write_bytes(bytes(ROOM))
+    finally:
+        file.unlink(missing_ok=True)
 
 
 @contextmanager

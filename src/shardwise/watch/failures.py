@@ -22,6 +22,9 @@ _PEER_LOST = (
     "NCCL communicator was aborted",
 )
 
+RESERVED = 2**16
+"""Bytes."""
+
 
 @dataclass(frozen=True)
 class RankError:
@@ -37,6 +40,15 @@ class RankError:
     """It failed because another rank went away."""
 
 
+def reserve_room(folder: Path, rank: int) -> None:
+    """For what may have to be written down when nothing else fits in there."""
+    _room(folder, rank).write_bytes(bytes(RESERVED))
+
+
+def _room(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:04d}.room"
+
+
 def record_failure(error: BaseException, folder: Path, rank: int) -> None:
     record = {
         "rank": rank,
@@ -46,6 +58,7 @@ def record_failure(error: BaseException, folder: Path, rank: int) -> None:
         "for_user": isinstance(error, ShardwiseError),
         "peer_lost": peer_lost(error),
     }
+    _room(folder, rank).unlink(missing_ok=True)
     aside = folder / f".error-{rank}"
     aside.write_text(json.dumps(record))
     aside.rename(folder / f"error-{rank}.json")

@@ -26,6 +26,7 @@ from shardwise.config.secrets import without_secrets
 from shardwise.config.yaml_lines import read_file, read_yaml
 from shardwise.config.yaml_reader import write_yaml
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.watch.held_folder import HeldFolder
 from shardwise.watch.lock import LOCK, lock_folder, unlock
 from shardwise.watch.run_key import NAME as KEY
 
@@ -43,11 +44,15 @@ class RunFolder:
     def __init__(self, path: Path, rank: int = 0) -> None:
         self.path = path
         self.rank = rank
+        self._working = Path.cwd()
+        """A task may change the working folder."""
         self._streams: dict[Path, IO[str]] = {}
         self._lock: int | None = None
         self._lock_elsewhere: int | None = None
+        self.held: HeldFolder | None = None
+        """This folder, which must stay what and where it is."""
         self._troubled: set[Path] = set()
-        """Files that could not be written, which was said once."""
+        """Files that could not be written, or are gone, which was said once."""
         self._aside: Path | None = None
         """Where the run went that lay here before."""
         self._made: list[Path] = []
@@ -99,6 +104,11 @@ class RunFolder:
                 raise LaunchError(f"the checkpoint folder {checkpoints} cannot be made: {error.strerror}") from None
             self._lock_elsewhere = lock_folder(checkpoints)
         return notice
+
+    def hold(self) -> None:
+        """Every rank, once the folder is there."""
+        with contextlib.suppress(OSError):  # on another machine it may be seen a moment later
+            self.held = HeldFolder(self.path, "run folder")
 
     def _move_aside(self) -> Path:
         aside = next(p for n in range(1, 10_000) if not (p := Path(f"{self.path}-{n}")).exists())
@@ -266,14 +276,40 @@ class RunFolder:
     def _append(self, file: Path, record: dict[str, Any]) -> None:
         """A disk that is full or gone for a while must not end a training: what could not be written is kept for later."""
         try:
-            if file not in self._streams:
-                self._streams[file] = file.open("a")
-            self._streams[file].write(json.dumps(record) + "\n")
-            self._streams[file].flush()
+            stream = self._stream(file)
+            if stream is not None:
+                stream.write(json.dumps(record) + "\n")
+                stream.flush()
         except OSError as error:
-            if file not in self._troubled:
-                log.warning("%s cannot be written: %s; training goes on", file, error.strerror)
-            self._troubled.add(file)
+            self._tell(file, f"{file} cannot be written: {error.strerror}; training goes on")
+
+    def _stream(self, file: Path) -> IO[str] | None:
+        """Open, and still the file of this name: what is written to one that was deleted is read by nobody."""
+        stream, place = self._streams.get(file), self._working / file
+        if stream is not None and _is_still(stream, place):
+            return stream
+        if lost := self.held.lost() if self.held is not None else "":
+            self._tell(file, f"{lost}; {file.name} is not written here any more. The next checkpoint ends the run")
+            return stream
+        if stream is not None:
+            self._tell(file, f"{file} was deleted or replaced while the run is going on: its earlier lines are gone")
+            with contextlib.suppress(OSError):
+                self._streams.pop(file).close()
+        self._streams[file] = place.open("a")
+        return self._streams[file]
+
+    def _tell(self, file: Path, what: str) -> None:
+        """Once of each file."""
+        if file not in self._troubled:
+            log.warning(what)
+        self._troubled.add(file)
+
+
+def _is_still(stream: IO[str], file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), file.stat())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _replace(file: Path, text: str) -> None:
