@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import NoRoom
 from shardwise.launch.environment import attempt
+from shardwise.launch.rendezvous import KEEP_ALIVE
 from shardwise.launch.scratch import scratch_folder
 from shardwise.tasks import Loss
 from shardwise.watch.failures import read_failures, record_failure, reserve_room
@@ -65,6 +67,7 @@ class Filling(Ragged):
         Filling.forwards += model.training
         if model.training and not attempt() and Filling.forwards == 3 and os.environ.get("RANK") == "1":
             subprocess.run(FULL.format(folder=os.environ["TMPDIR"]), shell=True, check=False)
+            time.sleep(1.5 * KEEP_ALIVE.total_seconds())  # the launcher writes down that it is alive
             if os.environ["THEN"] == "raise":
                 raise ValueError("the cause")
             if os.environ["THEN"] == "kill":

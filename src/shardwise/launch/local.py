@@ -30,7 +30,7 @@ from shardwise.errors import SHARED_MEMORY, LaunchError, NoRoom
 from shardwise.launch.agent import Agent, Job
 from shardwise.launch.nodes import Nodes
 from shardwise.launch.rank import rank_main
-from shardwise.launch.rendezvous import join_rendezvous
+from shardwise.launch.rendezvous import MEMORY, join_rendezvous
 from shardwise.launch.scratch import no_room_for_temporary_files, scratch_folder
 from shardwise.launch.server import start_server
 from shardwise.launch.signals import signals_to
@@ -120,10 +120,8 @@ def telling_of_room() -> Iterator[None]:
 
 
 def _agent(job: Job, count: int, max_restarts: int, nodes: Nodes | None, scratch: Path) -> Agent:
-    if nodes is None:  # no port is opened: one machine meets in a file of its own
-        where = RendezvousParameters(
-            "c10d", str(scratch / "rendezvous"), uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", store_type="file"
-        )
+    if nodes is None:
+        where = RendezvousParameters("c10d", "", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", store_type=MEMORY)
     else:
         where = RendezvousParameters(
             "c10d",

@@ -16,17 +16,20 @@ from datetime import timedelta
 from threading import Thread
 
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
 )
 
+from shardwise.compat.distributed import HashStore, Store
 from shardwise.compat.elastic import NodeDesc, RendezvousStateHolder
 
 ANSWER = 0.5
 """Seconds that an answer is waited for."""
+MEMORY = "memory"
+"""The store of a launcher that meets nobody."""
 LAST_CALL = timedelta(seconds=3)
 """When there are enough machines, another is waited for only a moment."""
 KEEP_ALIVE = timedelta(seconds=2)
@@ -34,7 +37,9 @@ KEEP_ALIVE = timedelta(seconds=2)
 
 
 def join_rendezvous(where: RendezvousParameters) -> Rendezvous:
-    backend, store = create_backend(where)
+    """`store_type` memory: this launcher is alone, and opens no port. A file would do, but where there is no room for what is
+    written to it, FileStore tries for ever (torch 2.13)."""
+    backend, store = _in_memory(where.run_id) if where.get("store_type") == MEMORY else create_backend(where)
     came = 0 if where.get_as_bool("is_host") else store.add(f"shardwise.{where.run_id}.came", 1)
     node = Node(where.local_addr or socket.getfqdn(), os.getpid(), 0, came)
     settings = RendezvousSettings(
@@ -46,6 +51,11 @@ def join_rendezvous(where: RendezvousParameters) -> Rendezvous:
         keep_alive_max_attempt=3,
     )
     return Rendezvous(node, settings, backend.name, store, RendezvousStateHolder(backend, settings))
+
+
+def _in_memory(job: str) -> tuple[C10dRendezvousBackend, Store]:
+    store = HashStore()
+    return C10dRendezvousBackend(store, job), store
 
 
 @dataclass(frozen=True)
