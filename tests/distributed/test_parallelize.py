@@ -56,6 +56,34 @@ def _look(session: Any) -> dict[str, Any]:
     }
 
 
+class Turned(Ragged):
+    """Its head lies in memory column by column, as what a QR decomposition gives."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        head = next(each for each in model.modules() if isinstance(each, nn.Linear))
+        head.weight = nn.Parameter(head.weight.detach().t().contiguous().t())
+        assert not head.weight.is_contiguous()
+        return model
+
+
+def test_weights_that_lie_otherwise_in_memory_are_sharded_too(ranks: RankPool) -> None:
+    config = CONFIG.replace("tests.tasks:Ragged", f"{__name__}:Turned")
+    trained = [
+        ranks.run(2, work.with_session, config, [f"training.strategy={strategy}"], _after_two_steps)[0]
+        for strategy in ("ddp", "fsdp")
+    ]
+    for name, weight in trained[0].items():
+        assert torch.allclose(trained[1][name], weight, atol=1e-6), name
+
+
+def _after_two_steps(session: Any) -> dict[str, torch.Tensor]:
+    for _, batch in zip(range(2), session.batches(), strict=False):
+        session.step(batch)
+    weights: dict[str, torch.Tensor] = work.full_weights(session)
+    return weights
+
+
 def test_under_fsdp_each_rank_holds_its_share_of_parameters_gradients_and_optimizer_state(ranks: RankPool) -> None:
     wide = ["training.strategy=fsdp", "model.width=64", "training.batch_size=2"]
     whole = sum(parameter.numel() for parameter in Toy(29, 64, 3, tied=True).parameters())

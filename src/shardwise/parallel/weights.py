@@ -169,7 +169,13 @@ def rank_zero_weights(build: Build, shape: nn.Module, training: Training, world:
     if whole is shape:  # the caller's own module, already built: spreading will take its tensors apart
         whole = copy.deepcopy(whole)
     cast_parameters(whole, training)
-    return Weights(dict(whole.state_dict()), dict(whole.named_buffers(remove_duplicate=False)))
+    # What lies otherwise in memory would be sent as it lies, and read as rows (torch 2.13).
+    state = {name: _in_rows(value) for name, value in whole.state_dict().items()}
+    return Weights(state, dict(whole.named_buffers(remove_duplicate=False)))
+
+
+def _in_rows(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def broadcast_parameters(model: nn.Module, world: World) -> None:

@@ -491,7 +491,15 @@ class _Proof:
             apart = probe.by_batch_norm or _other_batch_norm(probe)  # it sees others there
             steady = self.from_the_same
             checks.append(
-                check_other_ranks(undisturbed, elsewhere, tolerance, start, split_matters=apart, from_the_same=steady)
+                check_other_ranks(
+                    undisturbed,
+                    elsewhere,
+                    tolerance,
+                    start,
+                    split_matters=apart,
+                    from_the_same=steady,
+                    moving=probe.buffers_in_gradient,
+                )
             )
         return checks
 

@@ -193,6 +193,9 @@ def shard(
 ) -> list[nn.Module]:
     """Each block is a unit that is gathered when it computes; all else forms the outermost unit. Returns the blocks that are
     units."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():  # such as what a QR decomposition gives: fully_shard takes none (torch 2.13)
+            parameter.data = parameter.data.contiguous()
     # Of doubles fp32 would be fewer digits, not more.
     in_fp32 = options.reduce_in == "fp32" and all(each.dtype != torch.float64 for each in model.parameters())
     policy = MixedPrecisionPolicy(
