@@ -307,6 +307,26 @@ def test_a_hostile_pickle_in_a_checkpoint_is_not_executed(saver: Saver, tmp_path
     assert (tmp_path / "trace").exists(), "the payload would have worked"
 
 
+class Grows:
+    """Unpickled, it takes as much memory as it likes."""
+
+    def __reduce__(self) -> Any:
+        return (bytearray, (2**34,))
+
+
+def test_what_is_kept_besides_tensors_takes_no_more_memory_than_it_has_bytes(saver: Saver) -> None:
+    model = Remembers(2, 2)
+    model.note = (1, "x")
+    saver.save(model, torch.optim.SGD(model.parameters()), 1, about(1))
+    again = Remembers(2, 2)
+    load_model(again, saver.wait()[0].path)
+    assert again.note == (1, "x")
+    model.note = Grows()
+    saver.save(model, torch.optim.SGD(model.parameters()), 2, about(2))
+    with pytest.raises(CheckpointError, match="what is kept besides tensors is not as a checkpoint has it"):
+        load_model(Remembers(2, 2), saver.wait()[0].path)
+
+
 @pytest.mark.parametrize("content", [b"\x80\x04N.", b"[]", b"{", b'{"a": 1}', b'{"model.x": {"dtype": "F99"}}'])
 def test_an_index_that_is_none_is_refused(saver: Saver, content: bytes) -> None:
     saver.save(*trained(), 1, about(1))

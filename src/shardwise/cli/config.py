@@ -55,17 +55,18 @@ def _keys(task: str | None) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    import torch
-
     from shardwise.config import load_config, resolve_batching, resolve_learning_rate
     from shardwise.config.load import OWN, make_task
+
+    config = load_config(args.config, args.set)
+    import torch  # after it, because it takes seconds: what is wrong with a config is told at once
+
     from shardwise.engine.batch_plan import check_plan
     from shardwise.engine.evaluate import check_monitor
     from shardwise.launch.local import local_rank_count
     from shardwise.tasks import Task
     from shardwise.watch.run_folder import dump_config
 
-    config = load_config(args.config, args.set)
     training = config.training
     world = training.num_gpus or local_rank_count(config, cuda_devices=torch.cuda.device_count())
     strategy = check_plan(config, world, "cuda" if torch.cuda.is_available() else "cpu")
