@@ -148,12 +148,17 @@ def test_names_of_our_own_and_of_other_packages_are_let_through() -> None:
     assert outside(ast.parse(source), {"_mine"}, WRAPPED) == set()
 
 
+def _is_cpp(cls: type) -> bool:
+    """Of those, other modules of PyTorch may give themselves out for the home."""
+    return cls.__module__ == "torch._C" or type(cls).__name__ == "pybind11_type"
+
+
 def classes_of_torch_extended_in(module: Any) -> Iterator[tuple[type, set[str]]]:
     """A module's classes that extend PyTorch's, each with the private names that PyTorch's own code of their bases has."""
     for cls in vars(module).values():
         if inspect.isclass(cls) and cls.__module__ == module.__name__:
             bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "torch"]
-            sources = [inspect.getsource(base) for base in bases if base.__module__ != "torch._C"]  # that is C++
+            sources = [inspect.getsource(base) for base in bases if not _is_cpp(base)]
             names = {name for source in sources for name, _ in private_names(ast.parse(source))}
             names |= {name for base in bases for name in vars(base) if is_private(name)}
             if names:
