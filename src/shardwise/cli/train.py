@@ -208,16 +208,12 @@ def _train(config: Config, request: TrainRequest) -> int:
 
 
 def _nodes(args: argparse.Namespace, config: Config) -> Nodes | None:
-    from shardwise.launch.nodes import Nodes
-    from shardwise.parallel.membership import Member
-    from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
-    from shardwise.watch.run_key import run_key
+    from shardwise.launch.nodes import Nodes, launcher_of
 
     if args.nodes is None:
         return None
     least, most = args.nodes
-    member = Member(run_key(Path(config.run_folder)), what_runs(config, own=MACHINES_OWN))
-    return Nodes(least, most, args.rendezvous, f"shardwise-{config.name}", member, args.node_host)
+    return Nodes(least, most, args.rendezvous, f"shardwise-{config.name}", launcher_of(config), args.node_host)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:

@@ -16,12 +16,9 @@ from shardwise.drill import inject
 from shardwise.errors import ShardwiseError
 from shardwise.launch.agent import Job
 from shardwise.launch.local import run_ranks
-from shardwise.launch.nodes import Nodes
+from shardwise.launch.nodes import Nodes, launcher_of
 from shardwise.launch.server import die_with
-from shardwise.parallel.membership import Member
-from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
 from shardwise.watch.console import follow_log_level, program_logging
-from shardwise.watch.run_key import run_key
 
 log = logging.getLogger("shardwise.drill.launcher")  # where this module is __main__
 
@@ -61,8 +58,7 @@ def main(file: str) -> int:
 
 def _nodes(meeting: dict[str, Any], config: Config) -> Nodes:
     """All machines or none: the run is to be compared with one on as many ranks."""
-    member = Member(run_key(Path(config.run_folder)), what_runs(config, own=MACHINES_OWN))
-    return Nodes(meeting["machines"], meeting["machines"], meeting["endpoint"], "drill", member)
+    return Nodes(meeting["machines"], meeting["machines"], meeting["endpoint"], "drill", launcher_of(config))
 
 
 if __name__ == "__main__":

@@ -79,9 +79,8 @@ def run_ranks(
     """
     _silence_the_agent()
     if nodes is None:
-        os.environ.setdefault(
-            GIVEN, new_key()
-        )  # of these ranks alone; those of several machines find theirs in the run folder
+        # Of these ranks alone; those of several machines find theirs in the run folder.
+        os.environ.setdefault(GIVEN, new_key())
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))
     # The ranks have a rendezvous store of their own: with a shared one, a restarted rank can dial a dead peer (torch 2.13).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -7,10 +7,19 @@ import fcntl
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
+from shardwise.config import Config
 from shardwise.errors import LaunchError
 from shardwise.launch.rendezvous import MeetingPoint
 from shardwise.parallel.membership import Member
+from shardwise.parallel.what_runs import MACHINES_OWN, what_runs
+from shardwise.watch.run_key import run_key
+
+
+def launcher_of(config: Config) -> Member:
+    """What the launchers of several machines compare."""
+    return Member(run_key(Path(config.run_folder)), what_runs(config, own=MACHINES_OWN))
 
 
 @dataclass(frozen=True)
