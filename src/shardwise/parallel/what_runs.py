@@ -6,7 +6,6 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 import shardwise
 from shardwise.config import Config
+from shardwise.config.by_key import by_dotted_key
 from shardwise.config.secrets import is_secret
 from shardwise.parallel.membership import About
 
@@ -31,22 +31,21 @@ MACHINES_OWN = frozenset({"training.num_gpus"})
 def what_runs(config: Config, device: str | None = None, own: frozenset[str] = frozenset()) -> About:
     """`own`: keys of the config that may differ."""
     return {
-        "config": {name: value for name, value in _flat(config.model_dump(mode="json")) if name not in own},
+        "config": {
+            name: _told(name, value)
+            for name, value in by_dotted_key(config.model_dump(mode="json")).items()
+            if name not in own
+        },
         "sources": _sources(),
         "versions": _versions(),
         "devices": {} if device is None else {"device": device},
     }
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}.")
-        elif value is not None and is_secret(str(key)):
-            yield name, {"hidden": _digest(repr(value).encode())}
-        else:
-            yield name, value
+def _told(name: str, value: Any) -> Any:
+    if value is None or not is_secret(name.rpartition(".")[2]):
+        return value
+    return {"hidden": _digest(repr(value).encode())}
 
 
 def _sources() -> dict[str, str]:

@@ -20,6 +20,7 @@ import torch
 
 import shardwise
 from shardwise.config import Config, Training
+from shardwise.config.by_key import by_dotted_key
 from shardwise.config.commands import FRESH, RESUME, twice_as_long, user_command
 from shardwise.config.plain_files import MOST_LEVELS, is_count, open_plain, parse_json, read_plain
 from shardwise.config.secrets import without_secrets
@@ -203,7 +204,7 @@ class RunFolder:
     def changes_to(self, config: Config) -> list[str]:
         """What the config of the run that lies here said otherwise. That config is kept beside the new one."""
         file = self.path / "config.yaml"
-        before, now = _flat(self._config_before()), _flat(config.model_dump(mode="json"))
+        before, now = by_dotted_key(self._config_before()), by_dotted_key(config.model_dump(mode="json"))
         if not self._config_before():
             return []
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -317,14 +318,6 @@ def _replace(file: Path, text: str) -> None:
     aside = file.with_name(f".{file.name}.writing")
     aside.write_text(text)
     aside.replace(file)
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: value}
-    return {
-        key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}.{name}".strip(".")).items()
-    }
 
 
 def dump_config(config: Config) -> str:

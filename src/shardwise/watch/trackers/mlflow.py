@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import Config
+from shardwise.config.by_key import by_dotted_key
 from shardwise.errors import MissingExtra
 
 try:
@@ -34,7 +35,8 @@ class MLflow:
         known = self.client.get_experiment_by_name(name)
         experiment = self.client.create_experiment(name) if known is None else known.experiment_id
         self.run: str = self.client.create_run(experiment, run_name=config.name).info.run_id
-        given = [Param(key, value[:LONGEST]) for key, value in _flat(config.model_dump(mode="json"))]
+        values = by_dotted_key(config.model_dump(mode="json"))
+        given = [Param(key, str(value)[:LONGEST]) for key, value in values.items() if value is not None]
         for first in range(0, len(given), AT_ONCE):
             self.client.log_batch(self.run, params=given[first : first + AT_ONCE])
 
@@ -44,12 +46,3 @@ class MLflow:
 
     def close(self) -> None:
         self.client.set_terminated(self.run)
-
-
-def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a config as they are written on the command line: training.batch_size."""
-    for key, value in block.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", str(value)
